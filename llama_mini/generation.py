@@ -1,0 +1,177 @@
+"""From logits to tokens: sampling, batches of prompts of unequal length, and the loop that feeds
+each token back.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .model import Llama
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw one id per row of `logits` (b, vocab) -> (b,).
+
+    Temperature 0 takes the likeliest. `top_k` keeps exactly that many ids; `top_p` the fewest
+    likeliest ids whose probabilities reach it (nucleus sampling, Holtzman et al. 2019,
+    arXiv:1904.09751), at least one; None keeps all. A `ValueError` for parameters out of range and
+    for logits that are NaN or all minus infinity.
+    """
+    require_sampling(temperature, top_k, top_p)
+    logits = logits.float()
+    highest = logits.amax(-1, keepdim=True)  # NaN where any is NaN
+    if not highest.isfinite().all():
+        raise ValueError(
+            "the logits hold NaN or infinity, and no token can be drawn from them: "
+            "the weights are damaged, or their dtype is too narrow"
+        )
+    if temperature == 0 or top_p == 0:
+        return logits.argmax(-1)
+    logits = (
+        logits - highest
+    ) / temperature  # the highest is 0: a tiny temperature cannot overflow
+    if top_k is not None and top_k < logits.shape[-1]:
+        kept, ids = logits.topk(top_k)
+        logits = torch.full_like(logits, -math.inf).scatter(-1, ids, kept)
+    probabilities = logits.softmax(-1)
+    if top_p is not None and top_p < 1:
+        kept, ids = probabilities.sort(descending=True, stable=True)
+        kept[kept.cumsum(-1) - kept >= top_p] = 0
+        probabilities = torch.zeros_like(probabilities).scatter(-1, ids, kept)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+
+
+def stream(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_ids: Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[list[int | None]]:
+    """Continue every prompt (a list of ids); yields, token by token, one new id per prompt, None
+    for those that have ended.
+
+    A prompt ends with the first of `stop_ids` (yielded too; None: the checkpoint's own, (): none)
+    or at `max_new_tokens`. Ids from `vocab_size` on (rows that only pad the embedding) are never
+    drawn. A `ValueError`, before any work, for prompts that are empty, hold other ids than the
+    model's, or do not fit its context together with the new tokens.
+    """
+    require_sampling(temperature, top_k, top_p)
+    if stop_ids is None:
+        stop_ids = model.config.eos_token_id
+    require_prompts(model, prompts, max_new_tokens)
+    sampling = (temperature, top_k, top_p, generator)
+    return _stream(model, prompts, max_new_tokens, frozenset(stop_ids), vocab_size, sampling)
+
+
+def generate(
+    model: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: object
+) -> list[list[int]]:
+    """The new ids of every prompt, its stop id included; options as for `stream`."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for step_ids in stream(model, prompts, max_new_tokens, **options):  # type: ignore[arg-type]
+        for output, token in zip(outputs, step_ids, strict=True):
+            if token is not None:
+                output.append(token)
+    return outputs
+
+
+@torch.inference_mode()
+def _stream(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    vocab_size: int | None,
+    sampling: tuple[float, int | None, float | None, torch.Generator | None],
+) -> Iterator[list[int | None]]:
+    batch, width = len(prompts), max(map(len, prompts), default=0)
+    if batch == 0 or max_new_tokens == 0:
+        return
+    weight = model.embed.weight
+    device = weight.device
+    cache = KVCache(model.config, batch, width + max_new_tokens, device, weight.dtype)
+    # Left-padded, so that every row's last token stands in the last column and one step appends to
+    # all of them.
+    tokens = torch.tensor(
+        [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
+    )
+    padding = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+    ragged = bool(padding.any())
+    columns = torch.arange(width + max_new_tokens, device=device)
+    live = [True] * batch
+    for step in range(max_new_tokens):
+        positions = mask = None
+        if ragged:
+            queries = columns[cache.length : cache.length + tokens.shape[1]]
+            positions = (queries - padding[:, None]).clamp(min=0)
+            mask = padded_mask(queries, columns[: cache.length + tokens.shape[1]], padding)
+        logits = model(tokens, cache=cache, positions=positions, mask=mask, last_only=True)
+        next_ids = sample(logits[:, -1, :vocab_size], *sampling)
+        step_ids = [
+            token if alive else None for token, alive in zip(next_ids.tolist(), live, strict=True)
+        ]
+        yield step_ids
+        live = [token is not None and token not in stop_ids for token in step_ids]
+        if not any(live) or step + 1 == max_new_tokens:
+            return
+        tokens = next_ids[:, None]
+
+
+def padded_mask(queries: Tensor, keys: Tensor, padding: Tensor) -> Tensor:
+    """Causal order over columns `queries` (t,) and `keys` (s,), less each row's `padding` (b,)
+    first ones: (b, 1, t, s).
+
+    A padding column sees itself: softmax over nothing would be NaN, and NaN times a weight of 0 is
+    NaN in every row.
+    """
+    causal = keys <= queries[:, None]
+    real = keys >= padding[:, None]
+    return (causal & real[:, None] | (keys == queries[:, None]))[:, None]
+
+
+def require_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raise a `ValueError` that names the sampling parameter that is out of range."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}: it must be 0 (take the likeliest) or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k is {top_k}: it must be 1 or more; leave it out to keep every id")
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p is {top_p}: it must lie between 0 and 1")
+
+
+def require_prompts(model: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raise a `ValueError` unless the model can read every prompt and write `max_new_tokens` behind
+    it.
+    """
+    config = model.config
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be 0 or more")
+    for prompt in prompts:
+        if len(prompt) == 0:
+            raise ValueError("a prompt holds no tokens: give it at least one, such as the BOS id")
+        for token in prompt:
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(
+                    f"token id {token} is not in the model's vocabulary of {config.vocab_size}"
+                )
+        length = len(prompt) + max_new_tokens
+        if length > config.max_position_embeddings:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit the model's "
+                f"context of {config.max_position_embeddings} positions"
+            )
+        config.require_in_window(length)

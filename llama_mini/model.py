@@ -1,0 +1,206 @@
+"""The whole Llama decoder, to be read from top to bottom.
+
+Axes, in shapes and in einops patterns:
+
+    b  batch            h  query heads                m  model width (hidden_size)
+    t  query position   g  key/value heads            d  head size (head_dim)
+    s  key position     r  query heads per key/value head, h = g * r
+
+Where the norms go: two in every block, and one before the head.
+
+    tokens --> embed
+                 |
+                 x  the residual stream (b, t, m): blocks only ever add to it
+                 |
+      block      +--> pre_attention_norm --> attention --+
+      0 .. N-1   +<--------------------------------------+   x = x + attention(pre_attention_norm(x))
+                 |
+                 +--> pre_ffn_norm --> ffn --+
+                 +<--------------------------+               x = x + ffn(pre_ffn_norm(x))
+                 |
+             final_norm --> lm_head --> logits (b, t, vocab)
+
+Each norm stands on a branch, in front of what reads it; none stands on the stream itself (pre-norm,
+Xiong et al. 2020, arXiv:2002.04745). So activations and gradients have a clean path from the embedding
+to the end, and nothing holds the scale of the stream: every block adds to it, and it grows with depth.
+`final_norm` brings it back to the scale that `lm_head` was trained to read. It is the norm that
+hand-written versions forget.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from .cache import BlockCache, KVCache
+from .config import LlamaConfig
+from .rope import cos_sin, rotate
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    LayerNorm without centring: no mean, no bias, one reduction. Scaling the input leaves the output as
+    it is, and that is what does the work; a shift of the input, which LayerNorm would remove, passes
+    through, and in practice is harmless. The Linear layers below have no biases by the same judgement.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()  # 256^2 overflows float16
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        # Llama's order: back to the input's dtype first, then times the weight. nn.RMSNorm has the
+        # other one, and rounds differently in bfloat16.
+        return (self.weight * h.to(x.dtype)).to(x.dtype)
+
+
+class Attend(nn.Module):
+    """softmax(q k^T / sqrt d) v: q (b, h, t, d), k and v (b, g, s, d) -> (b, h, t, d).
+
+    The first r query heads read key/value head 0, the next r head 1, and so on (grouped queries, Ainslie
+    et al. 2023, arXiv:2305.13245). `mask` is true where a query may see a key: (1 or b, 1, t, s), or None
+    for causal order with t = s and for a single query, which sees all. A module of its own, without
+    parameters, so that a hook can see q, k and v.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        g, r = k.shape[1], q.shape[1] // k.shape[1]
+        # Key/value heads join the batch axis, and their r queries read them without a copy. Every kernel
+        # takes that in memory linear in s, while torch's enable_gqa can fall back to a quadratic one.
+        q = rearrange(q, "b (g r) t d -> (b g) r t d", r=r)
+        k = repeat(k, "b g s d -> (b g) r s d", r=r)
+        v = repeat(v, "b g s d -> (b g) r s d", r=r)
+        if mask is not None and mask.shape[0] > 1:
+            mask = repeat(mask, "b 1 t s -> (b g) 1 t s", g=g)
+        causal = mask is None and q.shape[2] > 1
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return rearrange(x, "(b g) r t d -> b (g r) t d", g=g)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions: (b, t, m) -> (b, t, m), a delta for the stream.
+
+    Qwen3 has two more norms here, over d, on every query and key before rotation (QK-norm): the same idea
+    once more, now holding the scale of the scores.
+    """
+
+    def __init__(self, config: LlamaConfig, norm: type[nn.Module]) -> None:
+        super().__init__()
+        m, d = config.hidden_size, config.head_dim
+        self.head_dim = d
+        self.q_proj = nn.Linear(m, config.num_attention_heads * d, bias=False)
+        self.k_proj = nn.Linear(m, config.num_key_value_heads * d, bias=False)
+        self.v_proj = nn.Linear(m, config.num_key_value_heads * d, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * d, m, bias=False)
+        self.q_norm = norm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = norm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.attend = Attend()
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
+    ) -> Tensor:
+        # d is fixed, h and g follow from the tensors: a slice of the heads works like all of them.
+        q = rearrange(self.q_proj(x), "b t (h d) -> b h t d", d=self.head_dim)
+        k = rearrange(self.k_proj(x), "b t (g d) -> b g t d", d=self.head_dim)
+        v = rearrange(self.v_proj(x), "b t (g d) -> b g t d", d=self.head_dim)
+        q = rotate(self.q_norm(q), cos, sin)
+        k = rotate(self.k_norm(k), cos, sin)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return self.o_proj(rearrange(self.attend(q, k, v, mask), "b h t d -> b t (h d)"))
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward network, (b, t, m) -> (b, t, m) (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Each sublayer reads the stream x (b, t, m) through its own norm, and the block adds its delta."""
+
+    def __init__(self, config: LlamaConfig, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.pre_attention_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, norm)
+        self.pre_ffn_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.ffn = SwiGLU(config)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
+    ) -> Tensor:
+        x = x + self.attention(self.pre_attention_norm(x), cos, sin, mask, cache)
+        x = x + self.ffn(self.pre_ffn_norm(x))
+        return x
+
+
+class Llama(nn.Module):
+    """Tokens (b, t) int64 -> logits (b, t, vocab), in the dtype of the weights.
+
+    `norm` is the class of every norm, made as norm(dim, eps): RMSNorm, or nn.LayerNorm for comparison.
+    """
+
+    def __init__(self, config: LlamaConfig, norm: type[nn.Module] = RMSNorm) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, norm) for _ in range(config.num_hidden_layers))
+        self.final_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits of the token after each position (b, t, vocab), or with `last_only` (b, 1, vocab).
+
+        `cache` holds the positions before `tokens`, which are appended; a `ValueError` when they do not
+        fit. `positions` (t,) or (b, t) and `mask` (t, s), (b, t, s) or (b, 1, t, s), true where a query may
+        see a key, take the place of counting on from the cache in causal order: a left-padded batch needs
+        both.
+        """
+        t, past = tokens.shape[1], 0
+        x = self.embed(tokens)
+        if cache is not None:
+            cache.require(tokens.shape[0], t, x.dtype)
+            past = cache.length
+        self.config.require_in_window(past + t)
+        if positions is None:
+            positions = torch.arange(past, past + t, device=tokens.device)
+        if mask is None:
+            mask = causal_mask(t, past, tokens.device)
+        elif mask.dim() < 4:
+            mask = mask.unsqueeze(-3)
+        cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions, x.dtype)
+        for n, block in enumerate(self.blocks):
+            x = block(x, cos, sin, mask, None if cache is None else cache[n])
+        if cache is not None:
+            cache.length += t
+        if last_only:
+            x = x[:, -1:]
+        return self.lm_head(self.final_norm(x))
+
+
+def causal_mask(t: int, past: int, device: torch.device) -> Tensor | None:
+    """Who sees whom when t queries follow `past` keys: (1, 1, t, s), or None where `Attend` needs none."""
+    # On MPS, is_causal in half precision lets queries see the future: an explicit mask there.
+    if t == 1 or (past == 0 and device.type != "mps"):
+        return None
+    return torch.ones(1, 1, t, past + t, dtype=torch.bool, device=device).tril(past)

@@ -1,0 +1,240 @@
+"""Every activation of a forward pass by name, in and out of safetensors: what a port to another
+framework is held against.
+
+    python -m llama_mini.record --model FOLDER --prompt TEXT --out trace.safetensors
+    python -m llama_mini.record --compare reference.safetensors other.safetensors
+
+Names, in forward order: embed; in each block N blocks.N.pre_attention_norm, blocks.N.attention.q,
+.k, .v (q and k after rotation), blocks.N.attention, blocks.N.pre_ffn_norm, blocks.N.ffn, blocks.N;
+then final_norm, lm_head. Shapes are (b, t, m), but (b, h, t, d) for q, (b, g, t, d) for k and v,
+and (b, t, vocab) for lm_head. A trace file also holds `tokens` (b, t).
+"""
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .model import Llama
+
+IN_BLOCK = (
+    "pre_attention_norm",
+    "attention.q",
+    "attention.k",
+    "attention.v",
+    "attention",
+    "pre_ffn_norm",
+    "ffn",
+)
+
+
+class Difference(NamedTuple):
+    """The largest difference between two tensors, and that over the largest absolute value of the
+    reference.
+    """
+
+    absolute: float
+    relative: float
+
+
+def names_of(model: Llama) -> list[str]:
+    """Every name that `record` knows, in forward order."""
+    blocks = range(len(model.blocks))
+    inside = [
+        f"blocks.{n}" + (f".{part}" if part else "") for n in blocks for part in (*IN_BLOCK, "")
+    ]
+    return ["embed", *inside, "final_norm", "lm_head"]
+
+
+@torch.no_grad()
+def record(model: Llama, tokens: Tensor, names: Iterable[str] = ("*",)) -> dict[str, Tensor]:
+    """The activations of `model(tokens)`, tokens (b, t), on the CPU, by name in forward order.
+
+    `names` are patterns such as "blocks.*.pre_ffn_norm": only what they match is kept, and each is
+    moved as it comes. A `ValueError` for a pattern that matches nothing.
+    """
+    every = names_of(model)
+    wanted: set[str] = set()
+    for pattern in names:
+        matched = [name for name in every if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"no activation is named {pattern!r}; names look like {', '.join(every[:5])} ..."
+            )
+        wanted.update(matched)
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str, tensor: Tensor) -> None:
+        if name in wanted:
+            kept[name] = tensor.detach().cpu().contiguous()
+
+    def output(name: str) -> Callable[[Any, Any, Tensor], None]:
+        return lambda module, inputs, result: keep(name, result)
+
+    def q_k_v(prefix: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
+        for letter, tensor in zip("qkv", inputs, strict=False):
+            keep(f"{prefix}.{letter}", tensor)
+
+    handles = []
+    try:
+        for name in every:
+            if name.endswith((".q", ".k", ".v")):
+                continue
+            module = model.get_submodule(name)
+            handles.append(module.register_forward_hook(output(name)))
+            if name.endswith(".attention"):
+                attend = model.get_submodule(f"{name}.attend")
+                handles.append(attend.register_forward_pre_hook(partial(q_k_v, name)))
+        # All logits of a long prompt are large: without them where nobody asked for them.
+        model(tokens, last_only=not wanted & {"final_norm", "lm_head"})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: kept[name] for name in every if name in kept}
+
+
+def compare(
+    reference: Mapping[str, Tensor], activations: Mapping[str, Tensor]
+) -> dict[str, Difference]:
+    """The largest difference under every name that both hold, in forward order; infinite where only
+    one is NaN.
+
+    A `ValueError` when no name is shared, or when two tensors of one name differ in shape.
+    """
+    shared = sorted((reference.keys() & activations.keys()) - {"tokens"}, key=_forward_order)
+    if not shared:
+        raise ValueError("the two have no name in common")
+    differences = {}
+    for name in shared:
+        a, b = reference[name], activations[name]
+        if a.shape != b.shape:
+            raise ValueError(
+                f"{name} is {tuple(a.shape)} in the reference and {tuple(b.shape)} in the other"
+            )
+        a, b = a.double(), b.to(a.device).double()
+        distance = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(
+            nan=math.inf
+        )
+        largest = distance.max().item() if distance.numel() else 0.0
+        scale = a.nan_to_num(0.0).abs().max().item() if a.numel() else 0.0
+        differences[name] = Difference(
+            largest, largest / scale if scale else math.inf if largest else 0.0
+        )
+    return differences
+
+
+def _forward_order(name: str) -> tuple[int, int, int, str]:
+    block = re.fullmatch(r"blocks\.(\d+)(?:\.(.+))?", name)
+    if block:
+        part = block[2]
+        place = IN_BLOCK.index(part) if part in IN_BLOCK else len(IN_BLOCK)
+        return 1, int(block[1]), place, name
+    return {"embed": 0, "final_norm": 2, "lm_head": 3}.get(name, 4), 0, 0, name
+
+
+def save_trace(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a trace file: to a temporary name beside it, then in its place."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, temporary, metadata)
+        os.replace(temporary, path)
+    except Exception as error:  # safetensors has errors of its own, without a common base
+        temporary.unlink(missing_ok=True)
+        raise ValueError(f"{path} cannot be written: {error}") from None
+
+
+def load_trace(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a trace file, whoever wrote it."""
+    from safetensors.torch import load_file
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def _compare_files(reference: str, other: str, tolerance: float) -> None:
+    a, b = load_trace(reference), load_trace(other)
+    if "tokens" in a and "tokens" in b and a["tokens"].tolist() != b["tokens"].tolist():
+        raise ValueError(f"{reference} and {other} were recorded on different tokens")
+    differences = compare(a, b)
+    for path, only in ((reference, a.keys() - b.keys()), (other, b.keys() - a.keys())):
+        if only - {"tokens"}:
+            print(f"only in {path}: {', '.join(sorted(only - {'tokens'}, key=_forward_order))}")
+    first = next(
+        (name for name, (_, relative) in differences.items() if relative > tolerance), None
+    )
+    print(f"{'name':<32} {'absolute':>10} {'relative':>10}")
+    for name, (absolute, relative) in differences.items():
+        mark = "  <- first above the tolerance" if name == first else ""
+        print(f"{name:<32} {absolute:10.2e} {relative:10.2e}{mark}")
+    if first is None:
+        print(f"all {len(differences)} names agree within a relative difference of {tolerance:g}")
+    else:
+        absolute, relative = differences[first]
+        print(f"first to differ: {first}, by {absolute:.3g} ({relative:.3g} of its largest value)")
+
+
+def _record_to_file(options: argparse.Namespace) -> None:
+    from .checkpoint import load_model
+    from .tokenizer import load_tokenizer
+
+    model = load_model(options.model, options.device, getattr(torch, options.dtype))
+    ids = load_tokenizer(options.model).encode(options.prompt)
+    if not ids:
+        raise ValueError("the prompt holds no tokens")
+    tokens = torch.tensor([ids])
+    activations = record(model, tokens.to(options.device), options.names or ("*",))
+    metadata = {"prompt": options.prompt, "dtype": options.dtype, "torch": torch.__version__}
+    save_trace(options.out, {"tokens": tokens, **activations}, metadata)
+    print(f"{options.out}: {len(activations)} activations of {tokens.shape[1]} tokens")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m llama_mini.record", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="checkpoint folder or hub name")
+    parser.add_argument("--prompt", metavar="TEXT")
+    parser.add_argument("--out", metavar="FILE", help="trace file to write (safetensors)")
+    parser.add_argument(
+        "--names", action="append", metavar="PATTERN", help="keep only these, as 'blocks.*.ffn'"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--compare", nargs=2, metavar=("REFERENCE", "OTHER"), help="two trace files"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, help="relative difference that counts as equal"
+    )
+    options = parser.parse_args()
+    try:
+        if options.compare:
+            _compare_files(*options.compare, options.tolerance)
+        elif options.model and options.prompt is not None and options.out:
+            _record_to_file(options)
+        else:
+            parser.error("give --model, --prompt and --out, or --compare")
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
