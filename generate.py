@@ -69,7 +69,6 @@ def main(arguments: list[str] | None = None) -> int:
         run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.stdout.write("\n")
         return 130
     except BrokenPipeError:  # the reader has gone; nothing more can be written, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -130,7 +129,7 @@ def run(options: argparse.Namespace) -> None:
         generator=generator,
         vocab_size=tokenizer.vocab_size,
     )
-    decoder = tokenizer.stream_decoder(ids)
+    decoder = tokenizer.stream_decoder([] if options.chat else ids)
     if not options.chat:
         print(prompt, end="", flush=True)
     times = [time.perf_counter()]

@@ -1,5 +1,7 @@
 """llama-mini: a compact Llama-style decoder, written to be read."""
 
+import warnings
+
 from .cache import KVCache
 from .checkpoint import load_model
 from .config import LlamaConfig, RopeConfig
@@ -7,6 +9,9 @@ from .generation import generate, sample, stream
 from .model import Llama, RMSNorm
 from .record import compare, record
 from .tokenizer import load_tokenizer
+
+# `python -m llama_mini.record` runs a module that is imported above, and Python warns of that.
+warnings.filterwarnings("ignore", r"'llama_mini\.record' found in sys\.modules", RuntimeWarning)
 
 __all__ = [
     "KVCache",

@@ -118,4 +118,6 @@ def render(path: Path, template: str, messages: list[dict[str, str]], named: dic
     except Exception as error:  # a template can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path}: the chat template failed ({reason})") from None
+    if not text:
+        raise ValueError(f"{path}: the chat template writes nothing")
     return text

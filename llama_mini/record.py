@@ -121,11 +121,12 @@ def compare(
                 f"{name} is {tuple(a.shape)} in the reference and {tuple(b.shape)} in the other"
             )
         a, b = a.double(), b.to(a.device).double()
-        distance = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(
-            nan=math.inf
-        )
+        same = (a == b) | (a.isnan() & b.isnan())
+        distance = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
         largest = distance.max().item() if distance.numel() else 0.0
-        scale = a.nan_to_num(0.0).abs().max().item() if a.numel() else 0.0
+        scale = (
+            a.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item() if a.numel() else 0.0
+        )
         differences[name] = Difference(
             largest, largest / scale if scale else math.inf if largest else 0.0
         )
@@ -168,6 +169,8 @@ def load_trace(path: str | Path) -> dict[str, Tensor]:
 
 
 def _compare_files(reference: str, other: str, tolerance: float) -> None:
+    if not tolerance >= 0:
+        raise ValueError(f"--tolerance is {tolerance}: it must be 0 or more")
     a, b = load_trace(reference), load_trace(other)
     if "tokens" in a and "tokens" in b and a["tokens"].tolist() != b["tokens"].tolist():
         raise ValueError(f"{reference} and {other} were recorded on different tokens")
@@ -193,6 +196,8 @@ def _record_to_file(options: argparse.Namespace) -> None:
     from .checkpoint import load_model
     from .tokenizer import load_tokenizer
 
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch finds no such device here")
     model = load_model(options.model, options.device, getattr(torch, options.dtype))
     ids = load_tokenizer(options.model).encode(options.prompt)
     if not ids:
@@ -225,7 +230,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.compare:
-            _compare_files(*options.compare, options.tolerance)
+            reference, other = options.compare
+            _compare_files(reference, other, options.tolerance)
         elif options.model and options.prompt is not None and options.out:
             _record_to_file(options)
         else:

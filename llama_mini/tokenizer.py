@@ -238,7 +238,7 @@ class SentencePieceTokenizer(Tokenizer):
                 self.control[text] = token_id
         self.vocab_size = max(size, *(token_id + 1 for token_id in self._added), 0)
         self._prefix = [] if settings.add_bos is False or self.bos_id is None else [self.bos_id]
-        self._strip_space = model.decode(["\u2581a"]) == "a"
+        self._strip_space = model.decode(["\u2581"]) == ""
         flags = {token["content"]: token for token in settings.added.values()}
 
         def pattern(texts: Iterable[str]) -> re.Pattern[str]:
@@ -276,7 +276,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """Back end for `tokenizer.json`: `add_bos_token`, or else its post-processor, puts a BOS."""
+    """Back end for `tokenizer.json`: `add_bos_token`, or else its post-processor, puts a BOS.
+
+    transformers 4 does this for Llama tokenizers; transformers 5 lets the post-processor decide alone,
+    and DeepSeek-LLM, whose file has none, loses its BOS there.
+    """
 
     def __init__(self, path: Path, settings: TokenSettings) -> None:
         import tokenizers

@@ -1,0 +1,72 @@
+"""What several test files share: a checkpoint folder with random weights and a real tokenizer."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the models are tiny: threads that wait for each other only cost time
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def stories260k() -> Path:
+    """A real public checkpoint, which is not part of the project."""
+    folder = SHARED / "checkpoints" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip("the public checkpoint stories260K is not beside the project")
+    return folder
+
+
+def train_sentencepiece(path: Path, vocab_size: int = 300) -> None:
+    """A small SentencePiece model with byte fallback, as Llama's."""
+    import sentencepiece
+
+    text = "The quick brown fox jumps over the lazy dog. Once upon a time there was a little girl. "
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text] * 20),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    path.write_bytes(model.getvalue())
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """A tiny Hugging Face folder: random weights, untied, 305 embedding rows for 300 tokens."""
+    from safetensors.torch import save_file
+
+    from llama_mini import Llama, LlamaConfig
+    from llama_mini.checkpoint import HUGGING_FACE, translate
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    values = {
+        "model_type": "llama",
+        "vocab_size": 305,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    train_sentencepiece(folder / "tokenizer.model")
+    torch.manual_seed(0)
+    weights = Llama(LlamaConfig.from_dict(values)).state_dict()
+    save_file(
+        {translate(name, HUGGING_FACE): weight.bfloat16() for name, weight in weights.items()},
+        folder / "model.safetensors",
+    )
+    return folder

@@ -1,0 +1,206 @@
+"""Sampling, batches, and the loop that feeds tokens back."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from llama_mini import KVCache, generate, sample, stream
+from tests.test_model import CONFIG, make
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make()
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2]]
+
+
+def counts(logits, n=4000, **options):
+    generator = torch.Generator().manual_seed(0)
+    ids = sample(torch.tensor(logits).expand(n, -1), generator=generator, **options)
+    return torch.bincount(ids, minlength=len(logits)) / n
+
+
+def test_temperature_0_is_argmax_and_a_tiny_one_equals_it():
+    logits = torch.randn(50, 97, generator=torch.Generator().manual_seed(0)) * 30
+    greedy = logits.argmax(-1)
+    for temperature in (0.0, 1e-8, 1e-30, 1e-45):
+        assert torch.equal(sample(logits, temperature=temperature), greedy)
+        assert torch.equal(sample(logits.half(), temperature=temperature), logits.half().argmax(-1))
+
+
+def test_temperature_scales_the_logits():
+    share = counts([math.log(1.0), math.log(3.0)], temperature=1.0)
+    assert share.tolist() == pytest.approx([0.25, 0.75], abs=0.03)  # observed 0.0075
+    share = counts([math.log(1.0), math.log(3.0)], temperature=0.5)
+    assert share.tolist() == pytest.approx([0.1, 0.9], abs=0.03)
+
+
+def test_top_k_keeps_exactly_k_ties_included():
+    for k in (1, 2, 3):
+        assert (counts([1.0, 1.0, 1.0, 1.0, 0.5], temperature=1.0, top_k=k) > 0).sum() == k
+    assert (counts([1.0, 0.9, 0.8], temperature=1.0, top_k=99) > 0).sum() == 3
+
+
+def test_top_p_keeps_the_fewest_that_reach_it():
+    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    for top_p, kept in ((1e-8, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4), (1.0, 4)):
+        assert (counts(logits, temperature=1.0, top_p=top_p) > 0).sum() == kept, top_p
+    assert counts(logits[::-1], temperature=1.0, top_p=1e-8)[3] == 1
+
+
+def test_top_p_0_is_greedy_and_1_changes_nothing():
+    logits = torch.randn(50, 97, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sample(logits, temperature=1.0, top_p=0.0), logits.argmax(-1))
+    draws = [
+        sample(logits, temperature=1.0, top_p=top_p, generator=torch.Generator().manual_seed(5))
+        for top_p in (None, 1.0)
+    ]
+    assert torch.equal(*draws)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature is -0\.1"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 1.5}, r"top_p is 1\.5"),
+        ({"top_p": -0.1}, r"top_p is -0\.1"),
+        ({"top_p": math.nan}, "top_p is nan"),
+    ],
+)
+def test_parameters_out_of_range_are_named(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        sample(torch.zeros(1, 5), **options)
+    with pytest.raises(ValueError, match=message):
+        stream(model, [[1]], **options)  # before any work, not at the first token
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_reported(bad, temperature):
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = bad
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        sample(logits, temperature=temperature)
+
+
+def test_minus_infinity_is_never_drawn():
+    assert counts([0.0, -math.inf, 0.0], temperature=1.0)[1] == 0
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        sample(torch.full((1, 4), -math.inf))
+
+
+def test_same_seed_same_text(model):
+    runs = [
+        generate(model, PROMPTS, 12, temperature=1.0, generator=torch.Generator().manual_seed(seed))
+        for seed in (7, 7, 8)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_greedy_equals_feeding_the_whole_text_again(model):
+    prompt = PROMPTS[0]
+    text = list(prompt)
+    for _ in range(20):
+        with torch.no_grad():
+            text.append(model(torch.tensor([text]))[0, -1].argmax().item())
+    assert generate(model, [prompt], 20) == [text[len(prompt) :]]
+
+
+def test_rows_of_a_ragged_batch_equal_their_own_runs(model):
+    alone = [generate(model, [prompt], 30)[0] for prompt in PROMPTS]
+    assert generate(model, PROMPTS, 30) == alone
+    assert len({tuple(row) for row in alone}) == 4
+
+
+def test_a_row_ends_with_its_stop_id_and_the_others_go_on(model):
+    free = generate(model, PROMPTS, 10)
+    stop = free[1][3]
+    stopped = generate(model, PROMPTS, 10, stop_ids=[stop])
+    for row, whole in zip(stopped, free, strict=True):
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert row == whole[:end]
+    assert len(stopped[1]) < 10
+    steps = list(stream(model, PROMPTS, 10, stop_ids=[stop]))
+    assert steps[-1][1] is None
+
+
+def test_stop_ids_are_the_checkpoints_own_unless_named():
+    model = make()
+    free = generate(model, [[3, 1, 4]], 8)[0]
+    model.config = dataclasses.replace(CONFIG, eos_token_id=(free[2],))
+    stopped = generate(model, [[3, 1, 4]], 8)[0]
+    assert stopped == free[: free.index(free[2]) + 1]
+    assert generate(model, [[3, 1, 4]], 8, stop_ids=())[0] == free
+
+
+def test_padded_rows_of_the_vocabulary_are_never_drawn(model):
+    for temperature in (0.0, 5.0):
+        ids = generate(model, PROMPTS, 40, temperature=temperature, vocab_size=10)
+        assert all(token < 10 for row in ids for token in row)
+
+
+def test_the_cache_is_as_large_as_prompt_and_new_tokens(model, monkeypatch):
+    made = []
+    real = KVCache
+
+    def spy(*arguments):
+        made.append(real(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("llama_mini.generation.KVCache", spy)
+    generate(model, [[1, 2, 3]], 5)
+    assert [cache.capacity for cache in made] == [8]  # not max_position_embeddings
+
+
+def test_each_token_costs_one_position_and_a_prefill_one_row_of_logits(model):
+    shapes = []
+    hooks = [
+        model.embed.register_forward_hook(lambda _, inputs, output: shapes.append(output.shape[1])),
+        model.lm_head.register_forward_hook(
+            lambda _, inputs, output: shapes.append(output.shape[1])
+        ),
+    ]
+    generate(model, [[1, 2, 3, 4]], 3)
+    for hook in hooks:
+        hook.remove()
+    assert shapes == [4, 1, 1, 1, 1, 1]
+
+
+def test_prompts_that_do_not_fit_are_refused_before_any_work(model):
+    with pytest.raises(ValueError, match=r"prompt of 250 tokens and 7 new ones .* context of 256"):
+        stream(model, [[1] * 250], 7)
+    assert len(generate(model, [[1] * 250], 6)[0]) == 6
+    with pytest.raises(ValueError, match=r"token id 61 .* vocabulary of 61"):
+        stream(model, [[1, 61]])
+    with pytest.raises(ValueError, match="token id -1"):
+        stream(model, [[-1]])
+    with pytest.raises(ValueError, match="no tokens"):
+        stream(model, [[1], []])
+    with pytest.raises(ValueError, match="max_new_tokens is -1"):
+        stream(model, [[1]], -1)
+
+
+def test_a_sliding_window_bounds_prompt_and_new_tokens():
+    model = make(dataclasses.replace(CONFIG, sliding_window=10))
+    assert len(generate(model, [[1, 2, 3]], 7)[0]) == 7
+    with pytest.raises(ValueError, match=r"11 positions .* sliding_window of 10"):
+        stream(model, [[1, 2, 3]], 8)
+
+
+def test_nothing_asked_for_is_nothing_done(model):
+    assert generate(model, [], 5) == []
+    assert generate(model, [[1]], 0) == [[]]
+
+
+def test_gradients_stay_on_for_the_caller(model):
+    steps = stream(model, [[1]], 3)
+    next(steps)
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()

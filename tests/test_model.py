@@ -1,0 +1,267 @@
+"""The decoder as a user calls it: shapes, names, norm placement, attention, the cache."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import llama_mini.model
+from llama_mini import KVCache, Llama, LlamaConfig, RMSNorm
+from llama_mini.model import Attend
+
+CONFIG = LlamaConfig(
+    vocab_size=61,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-5,
+)
+
+
+def make(config: LlamaConfig = CONFIG, seed: int = 0) -> Llama:
+    """A model whose parts all matter: norm weights away from 1, projections that keep the scale."""
+    torch.manual_seed(seed)
+    model = Llama(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.startswith("embed"):
+                parameter.normal_(std=0.02)
+            else:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return make()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def test_two_norms_a_block_and_one_before_the_head(model):
+    norms = [name for name, module in model.named_modules() if isinstance(module, RMSNorm)]
+    expected = [
+        f"blocks.{n}.{place}" for n in range(3) for place in ("pre_attention_norm", "pre_ffn_norm")
+    ]
+    assert norms == [*expected, "final_norm"]
+    assert [name for name, _ in model.named_children()] == [
+        "embed",
+        "blocks",
+        "final_norm",
+        "lm_head",
+    ]
+
+
+def test_no_bias_no_buffer_no_global_state(model):
+    assert not [name for name, _ in model.named_parameters() if "bias" in name]
+    assert not list(model.named_buffers())
+    source = Path(llama_mini.model.__file__).read_text()
+    assert not re.search(r"register_buffer|bias=True|^global |_CACHE", source, re.MULTILINE)
+    assert len(source.splitlines()) <= 230
+
+
+def test_norm_class_can_be_exchanged(tokens):
+    layer_norm = Llama(CONFIG, norm=nn.LayerNorm)
+    assert sum(isinstance(module, nn.LayerNorm) for module in layer_norm.modules()) == 7
+    assert layer_norm(tokens).shape == (2, 11, 61)
+
+
+def test_tied_head_is_one_tensor():
+    tied = Llama(dataclasses.replace(CONFIG, tie_word_embeddings=True))
+    assert tied.lm_head.weight is tied.embed.weight
+
+
+def test_qwen3_0_6b_shape():
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=1024,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        qk_norm=True,
+    )
+    with torch.device("meta"):
+        attention = Llama(config).blocks[0].attention
+    assert attention.q_proj.weight.shape == (2048, 1024)
+    assert attention.o_proj.weight.shape == (1024, 2048)
+    assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (128,)
+
+
+def test_attention_scale_is_one_over_root_head_dim():
+    q = torch.zeros(1, 1, 1, 128)
+    k = torch.zeros(1, 1, 2, 128)
+    q[..., 0], k[0, 0, 0, 0] = 1.0, 128**0.5  # one score is 1 after the scale, the other 0
+    v = torch.eye(128)[:2].view(1, 1, 2, 128)
+    weights = Attend()(q, k, v, None)[0, 0, 0, :2]
+    assert torch.allclose(weights, torch.tensor([1.0, 0.0]).softmax(0), atol=1e-6)
+
+
+def test_four_query_heads_over_two_key_value_heads():
+    q = torch.zeros(1, 4, 1, 8)
+    k = torch.zeros(1, 2, 3, 8)
+    v = torch.stack([torch.full((3, 8), 10.0), torch.full((3, 8), 20.0)])[None]
+    heads = Attend()(q, k, v, None)[0, :, 0, 0]
+    assert heads.tolist() == pytest.approx([10.0, 10.0, 20.0, 20.0])
+
+
+def test_two_queries_over_five_positions_see_four_and_five_keys(model, tokens):
+    seen = []
+    hook = model.blocks[0].attention.attend.register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[3])
+    )
+    cache = KVCache(CONFIG, batch=2, capacity=5)
+    model(tokens[:, :3], cache=cache)
+    model(tokens[:, 3:5], cache=cache)
+    hook.remove()
+    assert seen[0] is None
+    assert seen[1].sum(-1).flatten().tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "chunks", [[11], [1] * 11, [6, 1, 1, 1, 1, 1], [5, 6], [1, 10], [2, 3, 6], [10, 1]]
+)
+def test_any_chunking_gives_the_logits_of_one_pass(model, tokens, chunks):
+    cache = KVCache(CONFIG, batch=2, capacity=13)
+    for tensor in cache.keys + cache.values:
+        tensor.fill_(float("nan"))  # a slot never written is never read
+    pieces = [model(piece, cache=cache) for piece in tokens.split(chunks, dim=1)]
+    assert cache.length == 11
+    difference = (torch.cat(pieces, dim=1) - model(tokens)).abs().max()
+    assert difference < 1e-5  # observed 1.9e-6
+
+
+def test_every_split_of_a_prompt_in_two(model, tokens):
+    whole = model(tokens)
+    for cut in range(1, 11):
+        cache = KVCache(CONFIG, batch=2, capacity=11)
+        model(tokens[:, :cut], cache=cache)
+        last = model(tokens[:, cut:], cache=cache, last_only=True)
+        assert last.shape == (2, 1, 61)
+        assert (last - whole[:, -1:]).abs().max() < 1e-5
+
+
+def test_positions_continue_after_the_prompt(model, tokens):
+    cache = KVCache(CONFIG, batch=2, capacity=9)
+    model(tokens[:, :6], cache=cache)
+    for position in (6, 7, 8):
+        token = tokens[:, position : position + 1]
+        full = model(tokens[:, : position + 1])[:, -1:]
+        one_off = model(token, cache=cache, positions=torch.tensor([position - 1]))
+        assert (one_off - full).abs().max() > 0.01
+        cache.length -= 1  # the next call writes over it
+        assert (model(token, cache=cache) - full).abs().max() < 1e-5
+
+
+def test_two_interleaved_generations_do_not_disturb_each_other(model, tokens):
+    first, second = (KVCache(CONFIG, batch=1, capacity=11) for _ in range(2))
+    rows = []
+    for step in range(11):
+        a = model(tokens[:1, step : step + 1], cache=first)
+        b = model(tokens[1:, step : step + 1], cache=second)
+        rows.append(torch.cat([a, b]))
+    assert (torch.cat(rows, dim=1) - model(tokens)).abs().max() < 1e-5
+
+
+def test_cache_overflow_names_both_numbers(model, tokens):
+    cache = KVCache(CONFIG, batch=2, capacity=12)
+    model(tokens, cache=cache)
+    with pytest.raises(ValueError, match=r"room for 12 positions and holds 11, so 2 more"):
+        model(tokens[:, :2], cache=cache)
+    assert cache.length == 11
+
+
+def test_cache_of_another_batch_or_dtype_is_refused(model, tokens):
+    with pytest.raises(ValueError, match="made for batch 3"):
+        model(tokens, cache=KVCache(CONFIG, batch=3, capacity=12))
+    with pytest.raises(ValueError, match="bfloat16"):
+        model(tokens, cache=KVCache(CONFIG, batch=2, capacity=12, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("form", ["b t s", "b 1 t s"])
+def test_left_padded_batch_equals_single_runs(model, tokens, form):
+    short, long = tokens[0, :1], tokens[1, :3]
+    padded = torch.stack([torch.cat([torch.zeros(2, dtype=torch.int64), short]), long])
+    real = torch.tensor([[False, False, True], [True, True, True]])
+    mask = torch.ones(3, 3, dtype=torch.bool).tril() & real[:, None]
+    mask = mask if form == "b t s" else mask[:, None]
+    positions = torch.tensor([[0, 0, 0], [0, 1, 2]])
+    logits = model(padded, positions=positions, mask=mask)
+    assert logits.isfinite().all()
+    assert (logits[0, 2:] - model(short[None])[0]).abs().max() < 1e-5
+    assert (logits[1] - model(long[None])[0]).abs().max() < 1e-5
+
+
+def test_mask_of_two_axes_is_shared_by_all_rows(model, tokens):
+    causal = torch.ones(11, 11, dtype=torch.bool).tril()
+    assert (model(tokens, mask=causal) - model(tokens)).abs().max() < 1e-5
+
+
+def test_last_only_computes_one_row_of_logits(model, tokens):
+    rows = []
+    hook = model.lm_head.register_forward_pre_hook(
+        lambda _, inputs: rows.append(inputs[0].shape[1])
+    )
+    last = model(tokens, last_only=True)
+    hook.remove()
+    assert rows == [1]
+    assert (last - model(tokens)[:, -1:]).abs().max() < 1e-5
+
+
+def test_sliding_window_is_refused_beyond_it(tokens):
+    model = make(dataclasses.replace(CONFIG, sliding_window=10))
+    model(tokens[:, :10])
+    with pytest.raises(ValueError, match=r"11 positions .* sliding_window of 10"):
+        model(tokens)
+
+
+def test_qk_norm_stands_before_rotation():
+    model = make(dataclasses.replace(CONFIG, qk_norm=True, num_hidden_layers=1))
+    seen = {}
+    attention = model.blocks[0].attention
+    attention.q_norm.register_forward_hook(lambda _, inputs, output: seen.update(normed=output))
+    attention.attend.register_forward_pre_hook(lambda _, inputs: seen.update(q=inputs[0]))
+    model(torch.tensor([[3, 5]]))
+    # Position 0 is not turned; position 1 is, and a rotation keeps the length of every pair.
+    assert torch.equal(seen["normed"][:, :, 0], seen["q"][:, :, 0])
+    assert (seen["normed"][:, :, 1] - seen["q"][:, :, 1]).abs().max() > 0.1
+    assert torch.allclose(seen["normed"].norm(dim=-1), seen["q"].norm(dim=-1), atol=1e-5)
+
+
+def test_grouped_attention_over_8k_positions_takes_linear_memory():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return result
+
+    q, k = torch.randn(1, 4, 8192, 8), torch.randn(1, 2, 8192, 8)
+    with Watch():
+        Attend()(q, k, k, None)
+    assert largest <= 4 * q.numel() * 4  # a score matrix would be 1 GiB; q itself is 1 MiB

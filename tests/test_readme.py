@@ -1,0 +1,44 @@
+"""What the README says of names, files and commands is what the code has."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from llama_mini.checkpoint import HUGGING_FACE, META
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_name_table_is_the_loaders():
+    rows = re.findall(
+        r"^\| [^|]+ \| `([^`]+)` \| `([^`]+)` \| (?:`([^`]+)` )?\|$", README, re.MULTILINE
+    )
+    assert {ours: theirs for ours, theirs, _ in rows} == HUGGING_FACE
+    assert {ours: theirs for ours, _, theirs in rows if theirs} == META
+
+
+def test_line_counts_of_the_reading_order():
+    counts = re.findall(r"`([\w/]+\.py)` \((\d+) lines\)", README)
+    assert "llama_mini/model.py" in dict(counts)
+    for file, lines in counts:
+        assert len((ROOT / file).read_text().splitlines()) == int(lines), file
+
+
+@pytest.mark.parametrize("path", re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README) or [None])
+def test_pictures_are_there(path):
+    assert path is None or (ROOT / path).is_file()
+
+
+def test_options_of_the_commands_exist():
+    sources = {
+        "generate.py": ROOT / "generate.py",
+        **{f"llama_mini.{p.stem}": p for p in (ROOT / "llama_mini").glob("*.py")},
+    }
+    commands = re.findall(r"python (?:-m (llama_mini\.\w+)|(generate\.py))([^\n#`]*)", README)
+    assert commands
+    for module, script, rest in commands:
+        source = sources[module or script].read_text()
+        for option in re.findall(r"--[a-z][a-z-]*", rest):
+            assert f'"{option}"' in source, f"{module or script} has no {option}"
