@@ -1,17 +1,23 @@
 """Continue a prompt with a Llama-style checkpoint: python generate.py --prompt "Once upon a time"."""
 
 import argparse
+import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
+    from llama_mini import LlamaConfig
+
 WEIGHTS = Path(__file__).resolve().parent / "weights" / "stories"
 NEW_TOKENS = 128
+RANKS = int(os.environ.get("WORLD_SIZE", 1))  # torchrun starts several of us, and rank 0 speaks
+RANK = int(os.environ.get("RANK", 0)) if RANKS > 1 else 0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -73,9 +79,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has gone; nothing more can be written, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, OverflowError) as error:
         sys.stdout.flush()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        rank = f"rank {RANK}: " if RANKS > 1 else ""
+        print(f"error: {rank}{' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 
@@ -83,20 +90,33 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
-    prompt = read_prompt(options.prompt)
-    folder = options.model or WEIGHTS
+    prompt = read_prompt(options.prompt) if RANK == 0 else ""  # of one standard input, one reads
+    source = options.model or WEIGHTS
     if options.model is None and not WEIGHTS.is_dir():
         raise FileNotFoundError(f"no checkpoint is in {WEIGHTS}: name one with --model FOLDER")
 
     # Imported here, so that --help and a wrong option answer at once.
     import torch
 
-    from llama_mini import load_model, load_tokenizer, stream
+    from llama_mini import LlamaConfig, load_model, load_tokenizer, stream
     from llama_mini.chat import chat_prompt
+    from llama_mini.generation import require_prompts, require_sampling
     from llama_mini.hub import resolve
 
     device = choose_device(options.device)
-    folder = resolve(folder)
+    if RANKS > 1:
+        from llama_mini.parallel import load_parallel, start
+
+        ranks = start(device)
+        device, load_model = ranks.device, partial(load_parallel, ranks)
+        seed = torch.seed() if options.seed is None else options.seed
+        prompt, options.seed = ranks.agree((prompt, seed))
+        if RANK > 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sampling = options.temperature, options.top_k, options.top_p
+    require_sampling(*sampling)
+    folder = resolve(source, weights=False)  # what is refused need not be fetched
+    config = LlamaConfig.from_checkpoint(folder)
     tokenizer = load_tokenizer(folder)
     if options.chat:
         ids = chat_prompt(folder, tokenizer, prompt, options.system)
@@ -104,30 +124,21 @@ def run(options: argparse.Namespace) -> None:
         ids = tokenizer.encode(prompt)
     if not ids:
         raise ValueError("the prompt is empty, and this tokenizer puts no BOS: give it some text")
+    new_tokens = options.max_new_tokens
+    if new_tokens is None:
+        room = min(config.max_position_embeddings, config.sliding_window or math.inf) - len(ids)
+        new_tokens = int(max(1, min(NEW_TOKENS, room)))
+    require_prompts(config, [ids], new_tokens)
     began = time.perf_counter()
-    model = load_model(folder, device, choose_dtype(options.dtype, device, folder))
+    model = load_model(source, device, choose_dtype(options.dtype, device, config))
     loaded = time.perf_counter()
     generator = torch.Generator(device)
     if options.seed is None:
         generator.seed()
     else:
         generator.manual_seed(options.seed)
-    new_tokens = options.max_new_tokens
-    if new_tokens is None:
-        room = model.config.max_position_embeddings
-        if model.config.sliding_window is not None:
-            room = min(room, model.config.sliding_window)
-        new_tokens = max(1, min(NEW_TOKENS, room - len(ids)))
-
     steps = stream(
-        model,
-        [ids],
-        new_tokens,
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        generator=generator,
-        vocab_size=tokenizer.vocab_size,
+        model, [ids], new_tokens, *sampling, generator=generator, vocab_size=tokenizer.vocab_size
     )
     decoder = tokenizer.stream_decoder([] if options.chat else ids)
     if not options.chat:
@@ -139,7 +150,7 @@ def run(options: argparse.Namespace) -> None:
             print(decoder.push(token), end="", flush=True)
     finally:
         print(decoder.flush(), flush=True)
-    if options.stats:
+    if options.stats and RANK == 0:
         print_stats(model, loaded - began, len(ids), times)
 
 
@@ -169,15 +180,13 @@ def choose_device(name: str) -> "torch.device":
     return torch.device(name)
 
 
-def choose_dtype(name: str, device: "torch.device", folder: Path) -> "torch.dtype | None":
+def choose_dtype(name: str, device: "torch.device", config: "LlamaConfig") -> "torch.dtype | None":
     """The dtype asked for; for auto float32 on the CPU, and elsewhere None: the checkpoint's own."""
     import torch
 
-    from llama_mini import LlamaConfig
-
     if name == "auto" and device.type == "cpu":
         return torch.float32
-    wanted = LlamaConfig.from_checkpoint(folder).dtype if name == "auto" else name
+    wanted = config.dtype if name == "auto" else name
     if (
         wanted == "bfloat16"
         and device.type == "cuda"

@@ -2,8 +2,9 @@
 accounting of it all.
 """
 
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .config import LlamaConfig, read_json
 from .hub import resolve
@@ -48,29 +50,53 @@ META = {
     "final_norm": "norm",
     "lm_head": "output",
 }
-DTYPES = {"F64", "F32", "F16", "BF16"}
-RECOMPUTED = re.compile(
-    r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope\.freqs)$"
-)  # rope.py makes them
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+TIED = ("embed.weight", "lm_head.weight")
+# Tables that old files hold, and that rope.py makes.
+RECOMPUTED = re.compile(r"(model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq|rope\.freqs)")
+# Files of a training run that hold no weights.
+TRAINING = {"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"}
+
+
+class NoInit(TorchFunctionMode):
+    """Within it, modules are made without initial values.
+
+    On the meta device there are none to draw, and yet `normal_` there imports torch's compiler, which
+    takes longer than most loads (observed: 1.4 s and 80 MB).
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies, and what its file says of it."""
+    """Where a tensor lies, what its file says of it, and what is wrong with it ("": nothing)."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    problem: str = ""
 
 
 def translate(name: str, table: dict[str, str]) -> str | None:
-    """The name of a parameter by a table from one scheme to another, or None where the table has no
-    such name.
+    """The name of a parameter by a table from one scheme to another, or None where the table has
+    no such name.
     """
-    block = re.search(r"\.(\d+)\.", name)
+    block = re.search(r"\.([0-9]+)\.", name)
     pattern = name.replace(block[0], ".N.", 1) if block else name
     there = table.get(pattern.removesuffix(".weight"))
-    if there is None or not name.endswith(".weight"):
+    if there is None or not name.endswith(".weight") or (".N." in there) != bool(block):
         return None
     return (there.replace(".N.", block[0]) if block else there) + ".weight"
 
@@ -83,14 +109,21 @@ def load_model(
     """The model of a checkpoint folder or hub name, ready for inference on `device`, all parameters
     in `dtype`.
 
-    `dtype` None is the checkpoint's own. Errors: `FileNotFoundError` for what is not there; one
-    `ValueError` that lists every tensor that is missing, unexpected or of another shape, before
-    memory is taken; `ValueError` for what is not supported.
+    `dtype` None is the checkpoint's own. Errors: `FileNotFoundError` for what is not there;
+    `ValueError` for what is not supported, before a weight is read, and for tensors that do not fit
+    the config: one error lists every one that is missing, unexpected or of another shape.
     """
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(
+            f"dtype is {dtype}: it must be one of {', '.join(map(str, DTYPES.values()))}"
+        )
+    folder = resolve(folder_or_hub_id, weights=False)
+    if (folder / "config.json").is_file():
+        LlamaConfig.from_checkpoint(folder)  # what is refused need not be fetched
     folder = resolve(folder_or_hub_id)
     config = LlamaConfig.from_checkpoint(folder)
     table = HUGGING_FACE if (folder / "config.json").is_file() else META
-    stored = read_headers(folder, {theirs: ours for ours, theirs in table.items()})
+    stored = read_headers(folder, inverse(table))
     model = build(config, stored, table)
     dtype = dtype or saved_dtype(config, stored)
     state: dict[str, nn.Parameter] = {}
@@ -102,67 +135,48 @@ def load_model(
     return model.eval()
 
 
-def read_headers(folder: Path, names: dict[str, str]) -> dict[str, Stored]:
-    """Every tensor of a checkpoint by our name, from the headers of the files that hold it; no
-    weights are read.
-    """
-    index = folder / "model.safetensors.index.json"
-    wanted: dict[str, str] | None = None
-    files = [folder / "model.safetensors"]
-    if "norm" in names:
-        files = [folder / "consolidated.00.safetensors"]
-        if (folder / "consolidated.01.safetensors").exists():
-            raise ValueError(
-                f"{folder} holds a checkpoint cut for several devices: join its consolidated files first"
-            )
-    elif not files[0].is_file() and index.is_file():
-        wanted = read_json(index).get("weight_map")
-        if not isinstance(wanted, dict) or not all(
-            isinstance(file, str) for file in wanted.values()
-        ):
-            raise ValueError(f"{index} has no weight_map from tensor names to file names")
-        for file in wanted.values():
-            if file in ("", ".", "..") or re.search(r"[/\\\0]", file):
-                raise ValueError(
-                    f"{index} names {file!r}, which is not the name of a file in its folder"
-                )
-        files = [folder / file for file in dict.fromkeys(wanted.values())]
-    gone = [file.name for file in files if not file.is_file()]
-    if gone and wanted is None:
-        raise _no_weights(folder, files[0].name)
-    if gone:
-        raise FileNotFoundError(f"{index} names files that are not there: {', '.join(gone)}")
+def inverse(table: dict[str, str]) -> dict[str, str]:
+    """The table for `translate` in the other direction."""
+    return {theirs: ours for ours, theirs in table.items()}
 
+
+def read_headers(folder: Path, names: dict[str, str]) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by our name, or by its own where it has none, from the headers of
+    the files that hold it; no weights are read.
+
+    `names` is a table from theirs to ours. Raises for files that are not there or cannot be read.
+    """
+    files, index = _weight_files(folder, meta="tok_embeddings" in names)
     stored: dict[str, Stored] = {}
-    problems = []
-    found = [(file, *entry) for file in files for entry in _header(file)]
-    if wanted is not None:
-        present = {(name, file.name) for file, name, _, _ in found}
-        problems += [
-            f"{file} lacks {name}, which the index names"
-            for name, file in wanted.items()
-            if (name, file) not in present
-        ]
-        problems += [
-            f"{file} holds {name}, which the index does not name there"
-            for name, file in present
-            if wanted.get(name) != file
-        ]
-    for file, name, shape, dtype in found:
-        ours = translate(name, names)
-        if RECOMPUTED.fullmatch(name):
-            continue
-        if name.endswith(".bias"):
-            problems.append(f"{file.name} holds {name}: biases are not supported")
-        elif dtype not in DTYPES:
-            problems.append(
-                f"{file.name} holds {name} as {dtype}: quantised weights are not supported, their scales would be lost"
-            )
-        elif ours is None:
-            problems.append(f"{file.name} holds {name} {shape}, which is no part of this decoder")
-        else:
-            stored[ours] = Stored(file, name, shape, dtype)
-    _raise_all(folder, problems)
+    found = set()
+    for file in files:
+        for name, shape, dtype in _header(file):
+            if RECOMPUTED.fullmatch(name):
+                continue
+            found.add((name, file.name))
+            ours, problem = translate(name, names), ""
+            misplaced = bool(index) and index.get(name) != file.name
+            if name.endswith(".bias"):
+                problem = f"{file.name} holds {name}: biases are not supported"
+            elif dtype not in DTYPES:
+                problem = (
+                    f"{file.name} holds {name} as {dtype}: quantised weights are not supported, "
+                    "their scales would be lost"
+                )
+            elif ours is None:
+                problem = f"{file.name} holds {name} {shape}, which is no part of this decoder"
+            elif misplaced:
+                problem = f"{file.name} holds {name}, which the index does not name there"
+            if ours is None or (misplaced and name in index):  # that is looked for where it says
+                ours = f"{name} in {file.name}"
+            stored[ours] = Stored(file, name, shape, dtype, problem)
+    for name, file_name in index.items():
+        if (name, file_name) not in found and not RECOMPUTED.fullmatch(name):
+            problem = f"{file_name} lacks {name}, which the index names"
+            key = translate(name, names) or name
+            stored.setdefault(key, Stored(folder / file_name, name, (), "", problem))
+    if not stored:
+        raise ValueError(f"{', '.join(map(str, files)) or folder} holds no tensors")
     return stored
 
 
@@ -170,55 +184,55 @@ def build(config: LlamaConfig, stored: dict[str, Stored], table: dict[str, str])
     """A `Llama` of this config without memory (on the meta device), after checking that `stored`
     fits it exactly.
     """
+    problems = [tensor.problem for tensor in stored.values() if tensor.problem]
     files = sorted({tensor.file for tensor in stored.values()})
     folder = files[0].parent
-    blocks = 1 + max(
-        (int(name.split(".")[1]) for name in stored if name.startswith("blocks.")), default=-1
-    )
+    where = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
+    numbers = [re.match(r"blocks\.([0-9]+)\.", name) for name in stored]
+    blocks = 1 + max((int(number[1]) for number in numbers if number), default=-1)
     if blocks != config.num_hidden_layers:
-        raise ValueError(
-            f"{folder}: num_hidden_layers is {config.num_hidden_layers}, and the files hold {blocks} blocks"
+        problems.append(
+            f"num_hidden_layers is {config.num_hidden_layers}, and there are {blocks} blocks in {where}"
         )
     try:
-        with torch.device("meta"):
-            model = Llama(config)
+        with torch.device("meta"), NoInit():
+            layers = max(1, min(blocks, config.num_hidden_layers))
+            model = Llama(dataclasses.replace(config, num_hidden_layers=layers))
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ValueError(f"{folder}: no model of these sizes can be made: {error}") from None
     expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
-    problems = [
-        f"{file.name} holds {name}, which a model of this config does not have"
-        for name, (file, *_) in stored.items()
-        if name not in expected
-    ]
-    for name, shape in expected.items():
-        if name in stored:
-            file, theirs, found, _ = stored[name]
-            if found != shape:
-                problems.append(f"{file.name} holds {theirs} {found}, and the config says {shape}")
-        elif not (
-            config.tie_word_embeddings and name in TIED and any(other in stored for other in TIED)
-        ):
+    for name, (file, theirs, found, _, problem) in stored.items():
+        if not problem and name not in expected:
             problems.append(
-                f"{translate(name, table)} {shape} is missing from {', '.join(file.name for file in files)}"
+                f"{file.name} holds {theirs} {found}, which a model of this config does not have"
             )
-    _raise_all(folder, problems)
+        elif not problem and found != expected[name]:
+            problems.append(
+                f"{file.name} holds {theirs} {found}, and the config says {expected[name]}"
+            )
+    tied = config.tie_word_embeddings and any(name in stored for name in TIED)
+    for name, shape in expected.items():
+        if name not in stored and not (tied and name in TIED):
+            untied = " (tie_word_embeddings is false)" if name == TIED[1] else ""
+            problems.append(f"{translate(name, table)} {shape} is missing from {where}{untied}")
+    if problems:
+        raise ValueError(f"{folder} does not fit: {'; '.join(_fold(problems))}")
     return model
 
 
-TIED = ("embed.weight", "lm_head.weight")
+def stored_vocab_size(folder: Path) -> int:
+    """How many rows the embedding of a Meta checkpoint has, which its config may leave open."""
+    embed = read_headers(folder, inverse(META)).get(TIED[0])
+    if embed is None or not embed.shape:
+        raise ValueError(f"{folder} holds no {META['embed']}.weight, and its vocab_size is -1")
+    return embed.shape[0]
 
 
 def saved_dtype(config: LlamaConfig, stored: dict[str, Stored]) -> torch.dtype:
     """The dtype that the config names, or else that of the embedding."""
-    own = next(stored[name].dtype for name in TIED if name in stored)
-    name = (
-        config.dtype
-        or {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}[own]
-    )
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"the config's dtype {name!r} is not one of float32, bfloat16, float16")
-    return dtype
+    if config.dtype is not None:
+        return getattr(torch, config.dtype)
+    return DTYPES[next(stored[name].dtype for name in TIED if name in stored)]
 
 
 def read_tensors(
@@ -226,15 +240,19 @@ def read_tensors(
     device: str | torch.device,
     dtype: torch.dtype,
     interleaved: LlamaConfig | None,
+    part: Callable[[str, Any], Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors one by one, on `device` in `dtype`; a file that needs no conversion is mapped and
     not copied.
+
+    `interleaved` is the config whose q and k rows stand in Meta's order, if any do. `part` reads what
+    is wanted of a tensor (whole heads) from its name and its slice in the file; None reads it all.
     """
-    for name, (file, theirs, _, _) in stored.items():
+    for name, (file, theirs, *_) in stored.items():
         # Opened for each tensor: a mapping kept open would count every page read from it on top of
         # the converted copies.
         with _open(file) as tensors:
-            tensor = tensors.get_tensor(theirs)
+            tensor = part(name, tensors.get_slice(theirs)) if part else tensors.get_tensor(theirs)
             if interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
                 tensor = rearrange(
                     tensor, "(h d pair) m -> (h pair d) m", d=interleaved.head_dim // 2, pair=2
@@ -246,9 +264,10 @@ def tie(state: dict[str, nn.Parameter], stored: dict[str, Stored]) -> None:
     """Make the embedding and the head of a tied checkpoint one parameter; refuse two that differ."""
     embed, head = (state.get(name) for name in TIED)
     if embed is not None and head is not None and not torch.equal(embed, head):
+        ours, theirs = (stored[name] for name in TIED)
         raise ValueError(
-            f"{stored[TIED[1]].file.name}: tie_word_embeddings is true, and {stored[TIED[1]].name} differs from "
-            f"{stored[TIED[0]].name}: set it to false to use both"
+            f"{theirs.file}: tie_word_embeddings is true, and {theirs.name} differs from {ours.name}: "
+            "set it to false in config.json to use both"
         )
     one = embed if embed is not None else head
     assert one is not None  # build() requires one of them
@@ -261,7 +280,10 @@ def _open(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
+        with file.open("rb") as start:
+            pointer = start.read(32).startswith(b"version https://git-lfs")
+        why = "it is a Git LFS pointer, not the file itself (git lfs pull)" if pointer else error
+        raise ValueError(f"{file} cannot be read as safetensors: {why}") from None
 
 
 def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
@@ -270,21 +292,68 @@ def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
         return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()]
 
 
-def _no_weights(folder: Path, name: str) -> FileNotFoundError:
-    pickles = sorted(
-        path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)
-    )
-    if pickles:
-        return FileNotFoundError(
-            f"{folder} holds its weights as {pickles[0]}: loading a pickle can run code that somebody put into it, so only "
-            "safetensors are read; where you trust the file, transformers' from_pretrained and save_pretrained convert it"
+def _weight_files(folder: Path, meta: bool) -> tuple[list[Path], dict[str, str]]:
+    """The files that hold a checkpoint, and the index from tensors to file names where one says."""
+    one = folder / ("consolidated.00.safetensors" if meta else "model.safetensors")
+    path = folder / "model.safetensors.index.json"
+    if meta and (folder / "consolidated.01.safetensors").exists():
+        raise ValueError(
+            f"{folder} holds a checkpoint cut for several devices (consolidated.01.safetensors): join "
+            "its consolidated files into one first"
         )
-    return FileNotFoundError(
-        f"{folder} holds no weights: neither {name} nor model.safetensors.index.json is there"
-    )
+    if one.is_file():
+        return [one], {}
+    if meta or not path.is_file():
+        raise _no_weights(folder, one.name)
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise ValueError(f"{path} has no weight_map from tensor names to file names")
+    for file in index.values():
+        if file in ("", ".", "..") or re.search(r"[/\\\0]", file):
+            raise ValueError(
+                f"{path} names {file!r}, which is not the name of a file in its folder"
+            )
+    files = [folder / file for file in dict.fromkeys(index.values())]
+    gone = [file.name for file in files if not file.is_file()]
+    if gone:
+        raise FileNotFoundError(f"{path} names files that are not there: {', '.join(gone)}")
+    return files, index
 
 
-def _raise_all(folder: Path, problems: list[str]) -> None:
-    if problems:
-        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ValueError(f"{folder} does not fit: " + "; ".join(problems[:20]) + more)
+def _no_weights(folder: Path, name: str) -> FileNotFoundError:
+    """The error for a folder without the file `name`, and what to do about what is there."""
+    there = sorted(path.name for path in folder.iterdir())
+    pickles = [
+        file
+        for file in there
+        if file.endswith((".bin", ".pth", ".pt", ".ckpt")) and file not in TRAINING
+    ]
+    if pickles:
+        way = "transformers' from_pretrained and save_pretrained convert it"
+        if name.startswith("consolidated"):
+            way = (
+                f"safetensors.torch.save_file(torch.load('{pickles[0]}', weights_only=True), "
+                f"'{name}') converts it"
+            )
+        return FileNotFoundError(
+            f"{folder} holds its weights as {pickles[0]}: loading a pickle can run code that somebody "
+            f"put into it, so only safetensors are read; where you trust the file, {way}"
+        )
+    others = [file for file in there if file.endswith((".safetensors", ".gguf"))]
+    also = f" ({', '.join(others)}: not read)" if others else ""
+    looked = "neither model.safetensors nor model.safetensors.index.json"
+    looked = f"no {name}" if name.startswith("consolidated") else looked
+    return FileNotFoundError(f"{folder} holds no weights: {looked} is there{also}")
+
+
+def _fold(problems: list[str]) -> list[str]:
+    """The problems, in one entry where only the number of the block differs."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        before, *rest = re.split(r"(?<=layers\.)([0-9]+)(?=\.)", problem, maxsplit=1)
+        number, after = rest or ("", "")
+        alike.setdefault((before, after), []).append(number)
+    return [
+        before + (numbers[0] if len(numbers) == 1 else "{" + ",".join(numbers) + "}") + after
+        for (before, after), numbers in alike.items()
+    ]

@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .refusals import refuse
+from .refusals import family_of, refuse, short
 
 SIZES = (
     "vocab_size",
@@ -29,16 +28,20 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 META_KEYS = frozenset(
-    "dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta use_scaled_rope "
-    "rope_scale_factor max_seq_len max_batch_size".split()
+    "dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta "
+    "use_scaled_rope rope_scale_factor max_seq_len max_batch_size".split()
 )
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def _require_positive(key: str, value: Any, *kinds: type) -> None:
-    if type(value) not in kinds or not 0 < value < math.inf:
-        raise ValueError(
-            f"{key} must be a positive {'number' if float in kinds else 'integer'}, not {value!r}"
-        )
+    """Raise a `ValueError` unless the value is a number that float32, or an integer that the size of
+    a tensor, can be.
+    """
+    low, high = (1e-38, 1e38) if float in kinds else (1, 2**31 - 1)
+    if type(value) not in kinds or not low <= value <= high:
+        kind = "number" if float in kinds else "integer"
+        raise ValueError(f"{key} must be a positive {kind} ({low} to {high}), not {short(value)}")
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,21 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_KEYS:
             raise ValueError(
-                f"rope_type is {self.rope_type!r}: this RoPE scaling is not supported; supported: {', '.join(ROPE_KEYS)}"
+                f"rope_type is {self.rope_type!r}: this RoPE scaling is not supported; supported: "
+                f"{', '.join(ROPE_KEYS)}"
             )
         for key in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"):
             _require_positive(key, getattr(self, key), int, float)
+            object.__setattr__(
+                self, key, float(getattr(self, key))
+            )  # torch takes ints of 64 bits only
         _require_positive(
             "original_max_position_embeddings", self.original_max_position_embeddings, int
         )
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}"
+                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
+                f"{self.low_freq_factor}"
             )
 
 
@@ -109,6 +117,7 @@ class LlamaConfig:
         for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
             _require_positive(key, getattr(self, key), int)
         _require_positive("rms_norm_eps", self.rms_norm_eps, int, float)
+        object.__setattr__(self, "rms_norm_eps", float(self.rms_norm_eps))
         if self.sliding_window is not None:
             _require_positive("sliding_window", self.sliding_window, int)
         if not isinstance(self.tie_word_embeddings, bool):
@@ -122,6 +131,8 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
 
     def require_in_window(self, length: int) -> None:
         """Raise a `ValueError` when `length` positions reach beyond the sliding window: attention
@@ -129,8 +140,9 @@ class LlamaConfig:
         """
         if self.sliding_window is not None and length > self.sliding_window:
             raise ValueError(
-                f"{length} positions reach beyond this checkpoint's sliding_window of {self.sliding_window}, and "
-                "sliding-window attention is not supported: use a shorter prompt or fewer new tokens"
+                f"{length} positions reach beyond this checkpoint's sliding_window of "
+                f"{self.sliding_window}, and sliding-window attention is not supported: use a shorter "
+                "prompt or fewer new tokens"
             )
 
     @classmethod
@@ -144,10 +156,9 @@ class LlamaConfig:
         given = {key: value for key, value in values.items() if value is not None}
         if "dim" in given and "hidden_size" not in given:
             return cls(**_from_meta(given))
-        if given.get("model_type") == "mistral" and "sliding_window" not in values:
-            given["sliding_window"] = (
-                4096  # except here: null says "no window", and 4096 is transformers' default
-            )
+        if "sliding_window" not in values and family_of(given) == "mistral":
+            # Except here: null says "no window", and transformers' default is a window.
+            given["sliding_window"] = 4096
         return cls(**_from_hugging_face(given))
 
     @classmethod
@@ -167,8 +178,13 @@ class LlamaConfig:
             )
         generation = folder / "generation_config.json"
         stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
+        values = read_json(path)
+        if path.name == "params.json" and values.get("vocab_size") == -1:
+            from .checkpoint import stored_vocab_size  # which needs this module
+
+            values["vocab_size"] = stored_vocab_size(folder)
         try:
-            config = cls.from_dict(read_json(path))
+            config = cls.from_dict(values)
         except ValueError as error:
             raise ValueError(error if str(path) in str(error) else f"{path}: {error}") from None
         try:
@@ -205,7 +221,7 @@ def _require_keys(values: dict[str, Any], keys: tuple[str, ...], where: str) -> 
 
 def _from_hugging_face(given: dict[str, Any]) -> dict[str, Any]:
     refuse(given)
-    family = given.get("model_type", "llama")
+    family = family_of(given)
     # transformers' default number of key/value heads differs between the other families, so it has
     # to be named there.
     _require_keys(
@@ -228,19 +244,18 @@ def _rope(given: dict[str, Any]) -> RopeConfig:
     """RoPE as transformers 5 writes it (`rope_parameters`) and as older files do (`rope_theta` and
     `rope_scaling`).
     """
-    ropes = [(key, given[key]) for key in ("rope_parameters", "rope_scaling") if given.get(key)]
-    found = [_rope_fields(key, value) for key, value in ropes]
-    if len(found) == 2 and found[0] != found[1]:
-        raise ValueError(f"rope_parameters {ropes[0][1]} and rope_scaling {ropes[1][1]} disagree")
-    fields = found[0] if found else {}
-    for key in ("rope_theta", "original_max_position_embeddings"):
-        if key not in given or (key != "rope_theta" and fields.get("rope_type") != "llama3"):
-            continue
-        if fields.setdefault(key, given[key]) != given[key]:
-            raise ValueError(f"two different {key} in one config: {given[key]} and {fields[key]}")
-    if fields.get("rope_type", "default") in ROPE_KEYS:
-        rope_type = fields.get("rope_type", "default")
-        _require_keys(fields, ROPE_KEYS[rope_type], f"RoPE scaling {rope_type!r}")
+    ropes = [(key, given[key]) for key in ("rope_parameters", "rope_scaling") if key in given]
+    found = [_rope_fields(key, value) for key, value in ropes if value != {}]
+    rope_type = found[0]["rope_type"] if found else "default"
+    plain = ("rope_theta", "original_max_position_embeddings")[: 1 + (rope_type == "llama3")]
+    found.append({key: given[key] for key in plain if key in given})
+    fields: dict[str, Any] = {}
+    for part in found:
+        for key, value in part.items():
+            if key in fields and fields[key] != value:
+                raise ValueError(f"two different {key} in one config: {fields[key]} and {value}")
+            fields[key] = value
+    _require_keys(fields, ROPE_KEYS[rope_type], f"RoPE scaling {rope_type!r}")
     return RopeConfig(**fields)
 
 
@@ -256,7 +271,8 @@ def _rope_fields(key: str, values: Any) -> dict[str, Any]:
     rope_type = names.pop() if names else "default"
     if rope_type not in ROPE_KEYS:
         raise ValueError(
-            f"{key} asks for {rope_type!r} RoPE scaling, which is not supported; supported: {', '.join(ROPE_KEYS)}"
+            f"{key} asks for {rope_type!r} RoPE scaling, which is not supported; supported: "
+            f"{', '.join(ROPE_KEYS)}"
         )
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{key}: partial_rotary_factor other than 1 is not supported")
@@ -270,17 +286,23 @@ def _rope_fields(key: str, values: Any) -> dict[str, Any]:
 
 def _window(given: dict[str, Any], family: str) -> int | None:
     """The sliding window that is active in at least one block, or None."""
-    window = given.get("sliding_window")
-    if family == "qwen3" and not given.get("use_sliding_window", False):
-        window = None
-    layers = given.get("layer_types", [])
-    if not isinstance(layers, list) or not set(map(str, layers)) <= {
-        "full_attention",
-        "sliding_attention",
-    }:
-        raise ValueError(f"layer_types is {layers!r}: only full_attention is supported")
-    if "sliding_attention" in layers and window is None:
-        raise ValueError("layer_types names sliding_attention, and no sliding_window says how wide")
+    window, layers = given.get("sliding_window"), given.get("layer_types", [])
+    full, sliding = "full_attention", "sliding_attention"
+    if not isinstance(layers, list) or any(layer not in (full, sliding) for layer in layers):
+        raise ValueError(f"layer_types is {layers!r}: only {full} is supported")
+    if sliding in layers and window is None:
+        raise ValueError(f"layer_types names {sliding}, and no sliding_window says how wide")
+    if family == "qwen3":
+        asked = given.get("use_sliding_window", False)
+        if not isinstance(asked, bool):
+            raise ValueError(f"use_sliding_window must be true or false, not {asked!r}")
+        first = given.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise ValueError(f"max_window_layers must be an integer, not {first!r}")
+        _require_positive("num_hidden_layers", given["num_hidden_layers"], int)
+        # Blocks from max_window_layers on have it, unless layer_types says which.
+        active = sliding in layers if layers else first < given["num_hidden_layers"]
+        return window if asked and active else None
     return window
 
 
@@ -291,23 +313,30 @@ def _from_meta(given: dict[str, Any]) -> dict[str, Any]:
     _require_keys(given, ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps"), "params.json")
     for key in given.keys() - META_KEYS:
         raise ValueError(f"{key} is {given[key]!r}: this key is not known here")
-    for key in ("dim", "n_layers", "n_heads", "multiple_of"):
+    for key in ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of"):
         _require_positive(key, given.get(key, 256), int)
     multiple, multiplier = given.get("multiple_of", 256), given.get("ffn_dim_multiplier", 1.0)
     _require_positive("ffn_dim_multiplier", multiplier, int, float)
+    _require_positive("norm_eps", given["norm_eps"], int, float)
     if given["vocab_size"] == -1:
         raise ValueError(
             "vocab_size is -1: write the number of rows of tok_embeddings.weight in its place"
         )
     width = int(multiplier * int(2 * 4 * given["dim"] / 3))
     rope = RopeConfig(rope_theta=given.get("rope_theta", 10000.0))
-    if given.get("use_scaled_rope"):
-        if "rope_scale_factor" not in given:
-            raise ValueError(
-                "use_scaled_rope is true without a rope_scale_factor: add the model's own, "
-                '"rope_scale_factor": 8 for Llama 3.1, 32 for Llama 3.2'
-            )
-        rope = dataclasses.replace(rope, rope_type="llama3", factor=given["rope_scale_factor"])
+    scaled, factor = given.get("use_scaled_rope", False), given.get("rope_scale_factor")
+    if scaled is True and factor is not None:
+        rope = dataclasses.replace(rope, rope_type="llama3", factor=factor)
+    elif scaled is True:
+        raise ValueError(
+            "use_scaled_rope is true without a rope_scale_factor: add the model's own, "
+            '"rope_scale_factor": 8 for Llama 3.1 and 3.3, 32 for Llama 3.2'
+        )
+    elif scaled is not False or factor is not None:
+        raise ValueError(
+            f"use_scaled_rope is {scaled!r}, and rope_scale_factor is {factor!r}: true goes with a "
+            "factor, false with none"
+        )
     # The file does not say how long a context is: Llama 3.1's, Llama 3's or Llama 2's, by what it
     # does say.
     context = 131072 if rope.rope_type == "llama3" else 8192 if rope.rope_theta >= 500000 else 4096

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache
+from .config import LlamaConfig
 from .model import Llama
 
 
@@ -72,7 +73,7 @@ def stream(
     require_sampling(temperature, top_k, top_p)
     if stop_ids is None:
         stop_ids = model.config.eos_token_id
-    require_prompts(model, prompts, max_new_tokens)
+    require_prompts(model.config, prompts, max_new_tokens)
     sampling = (temperature, top_k, top_p, generator)
     return _stream(model, prompts, max_new_tokens, frozenset(stop_ids), vocab_size, sampling)
 
@@ -153,11 +154,12 @@ def require_sampling(temperature: float, top_k: int | None, top_p: float | None)
         raise ValueError(f"top_p is {top_p}: it must lie between 0 and 1")
 
 
-def require_prompts(model: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def require_prompts(
+    config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
     """Raise a `ValueError` unless the model can read every prompt and write `max_new_tokens` behind
     it.
     """
-    config = model.config
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be 0 or more")
     for prompt in prompts:

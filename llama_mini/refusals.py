@@ -1,49 +1,88 @@
-"""What a config may say that this decoder does not do, each with its name: no key is ignored in
+"""What a config may ask for that this decoder does not do, each with its name: no key is ignored in
 silence.
 """
 
 from typing import Any
 
+# What config.py reads as a family of its own, by `model_type`, and the name of its class.
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
 
-# `model_type` of families that look alike, and what sets each apart.
+# `model_type` of families that look alike, and what each would take.
 OTHER_FAMILIES = {
+    "apertus": "an FFN without a gate and with another activation, and norms on q and k",
+    "arcee": "an FFN without a gate and with another activation",
+    "baichuan": "q, k and v fused into one projection",
+    "bloom": "LayerNorm, biases, and positions as a bias on the scores",
+    "chatglm": "q, k and v fused into one projection, biases, and rotating only a part of each head",
     "cohere": "LayerNorm, interleaved pairs, and attention and FFN side by side",
+    "cohere2": "LayerNorm, interleaved pairs, and attention and FFN side by side",
+    "deepseek": "a mixture of experts",
     "deepseek_v2": "multi-head latent attention and a mixture of experts",
     "deepseek_v3": "multi-head latent attention and a mixture of experts",
+    "ernie4_5": "interleaved pairs in a Hugging Face layout",
+    "exaone4": "norms behind each sublayer instead of in front of it",
     "falcon": "LayerNorm, and attention and FFN side by side",
     "gemma": "scaled embeddings, a norm gain of 1 + weight, and GELU in the FFN",
-    "gemma2": "scaled embeddings, a norm gain of 1 + weight, norms behind each sublayer, and soft-capping",
-    "gemma3": "scaled embeddings, a norm gain of 1 + weight, and norms behind each sublayer",
-    "gemma3_text": "scaled embeddings, a norm gain of 1 + weight, and norms behind each sublayer",
+    "gemma2": (
+        "scaled embeddings, a norm gain of 1 + weight, GELU in the FFN, norms behind each sublayer too, "
+        "and soft-capping"
+    ),
+    "gemma3": (
+        "scaled embeddings, a norm gain of 1 + weight, GELU in the FFN, norms behind each sublayer too, "
+        "and sliding windows"
+    ),
+    "gemma3n": "a norm gain of 1 + weight, GELU in the FFN, and embeddings in every block",
+    "glm": "biases, and rotating only a part of each head",
+    "glm4": "biases, norms behind each sublayer too, and rotating only a part of each head",
     "gpt2": "LayerNorm, biases, and learned positions",
+    "gpt_bigcode": "LayerNorm, biases, and learned positions",
+    "gpt_neo": "LayerNorm, biases, and learned positions",
     "gpt_neox": "LayerNorm, biases, and attention and FFN side by side",
+    "gpt_oss": "a mixture of experts, biases, and attention sinks",
+    "gptj": "LayerNorm, biases, and attention and FFN side by side",
     "granite": "multipliers on the embeddings, the deltas, the scores and the logits",
+    "granitemoe": "a mixture of experts, and multipliers",
+    "hunyuan_v1_dense": "norms on q and k behind their rotation",
+    "internlm2": "q, k and v fused into one projection",
     "llama4": "a mixture of experts, and blocks without rotary positions",
-    "llama4_text": "a mixture of experts, and blocks without rotary positions",
+    "minicpm": "multipliers on the embeddings, the deltas and the logits",
+    "minicpm3": "multi-head latent attention, and multipliers",
     "ministral": "blocks that alternate full and sliding-window attention",
     "mixtral": "a mixture of experts",
+    "mllama": "pictures, and cross-attention to them",
+    "mpt": "LayerNorm, and positions as a bias on the scores",
+    "nanochat": "norms without weights, an FFN without a gate, and soft-capping",
+    "nemotron": "LayerNorm, an FFN without a gate, and rotating only a part of each head",
     "olmo": "LayerNorm without weights",
     "olmo2": "norms behind each sublayer instead of in front of it, and a norm over all of q and k",
     "olmo3": "norms behind each sublayer instead of in front of it, and a norm over all of q and k",
+    "olmoe": "a mixture of experts, and a norm over all of q and k",
+    "opt": "LayerNorm, biases, and learned positions",
     "phi": "LayerNorm, biases, partial rotary, and attention and FFN side by side",
     "phi3": "q, k, v and gate, up fused into one projection each",
+    "qwen": "q, k and v fused into one projection, with biases",
     "qwen2": "biases in the q, k and v projections",
     "qwen2_moe": "biases, and a mixture of experts",
     "qwen3_moe": "a mixture of experts",
+    "qwen3_next": "linear attention in most blocks, and a mixture of experts",
+    "seed_oss": "biases in the q, k and v projections",
     "smollm3": "blocks without rotary positions",
-    "stablelm": "LayerNorm and partial rotary",
+    "stablelm": "LayerNorm, and rotating only a part of each head",
+    "starcoder2": "LayerNorm, biases, and an FFN without a gate",
+    "yi": "other names for the norms: the later files of Yi, of model_type llama, work",
 }
+OTHER_FAMILIES |= {f"{name}_text": OTHER_FAMILIES[name] for name in ("gemma3", "gemma3n", "llama4")}
 
 # Keys of which only one value is built in here, and what any other value would take.
 ONLY: dict[str, tuple[Any, str]] = {
     "add_cross_attention": (False, "cross-attention"),
     "attention_bias": (False, "biases in the attention projections"),
     "attention_multiplier": (None, "a scale of the scores other than 1/sqrt(head_dim)"),
+    "attention_out_bias": (False, "biases in the attention projections"),
     "attn_logit_softcapping": (None, "soft-capping of the scores"),
     "bias": (False, "biases in the projections"),
     "clip_qkv": (None, "clipping of q, k and v"),
@@ -64,6 +103,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "parallel_attn": (False, "attention and FFN side by side"),
     "partial_rotary_factor": (1.0, "rotating only a part of each head"),
     "q_lora_rank": (None, "multi-head latent attention"),
+    "qk_layernorm": (False, "LayerNorm on q and k"),
     "qkv_bias": (False, "biases in the q, k and v projections"),
     "quantization": (None, "dequantising the weights with their scales"),
     "quantization_config": (None, "dequantising the weights with their scales"),
@@ -79,66 +119,91 @@ ONLY: dict[str, tuple[Any, str]] = {
 
 # Keys that config.py reads.
 USED = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters original_max_position_embeddings "
-    "tie_word_embeddings sliding_window use_sliding_window layer_types no_rope_layers bos_token_id eos_token_id "
-    "torch_dtype dtype model_type architectures".split()
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
+    "rope_parameters original_max_position_embeddings tie_word_embeddings sliding_window "
+    "use_sliding_window max_window_layers layer_types no_rope_layers no_rope_layer_interval "
+    "bos_token_id eos_token_id torch_dtype dtype model_type architectures".split()
 )
 
-# Keys that change nothing in a forward pass: training, bookkeeping, defaults for another program's
-# generation.
+# Keys that change nothing in a forward pass: training, bookkeeping, defaults for the generation of
+# another program.
 HARMLESS = frozenset(
-    "transformers_version _name_or_path auto_map use_cache initializer_range attention_dropout pretraining_tp "
-    "pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id forced_bos_token_id "
-    "forced_eos_token_id output_attentions output_hidden_states output_scores return_dict return_dict_in_generate "
-    "torchscript use_bfloat16 chunk_size_feed_forward id2label label2id problem_type finetuning_task "
-    "task_specific_params tokenizer_class prefix is_decoder tie_encoder_decoder bad_words_ids begin_suppress_tokens "
-    "suppress_tokens do_sample early_stopping max_length min_length temperature top_k top_p typical_p num_beams "
-    "num_beam_groups diversity_penalty repetition_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size "
-    "length_penalty num_return_sequences exponential_decay_length_penalty remove_invalid_values tf_legacy_loss "
-    "pruned_heads max_window_layers no_rope_layer_interval _flash_attn_2_enabled _attn_implementation "
-    "_attn_implementation_autoset attn_implementation is_llama_config transformers.js_config max_sequence_length "
-    "unsloth_version unsloth_fixed".split()
+    "transformers_version _name_or_path _commit_hash auto_map use_cache initializer_range "
+    "attention_dropout hidden_dropout hidden_dropout_prob resid_pdrop gradient_checkpointing "
+    "pretraining_tp pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id "
+    "decoder_start_token_id forced_bos_token_id forced_eos_token_id output_attentions "
+    "output_hidden_states output_scores return_dict return_dict_in_generate torchscript "
+    "use_bfloat16 chunk_size_feed_forward id2label label2id problem_type finetuning_task "
+    "task_specific_params tokenizer_class prefix is_decoder tie_encoder_decoder bad_words_ids "
+    "begin_suppress_tokens suppress_tokens do_sample early_stopping max_length min_length "
+    "temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty "
+    "repetition_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size length_penalty "
+    "num_return_sequences exponential_decay_length_penalty remove_invalid_values tf_legacy_loss "
+    "pruned_heads _flash_attn_2_enabled _attn_implementation _attn_implementation_autoset "
+    "attn_implementation is_llama_config transformers.js_config max_sequence_length "
+    "model_max_length unsloth_version unsloth_fixed".split()
 )
 
 
 def refuse(given: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names the first key of a Hugging Face config (nulls left out) that
-    asks for something else.
+    """Raise a `ValueError` that names what a Hugging Face config (nulls left out) asks for and is not
+    done here.
     """
+    family = family_of(given)
     for key, (only, needs) in ONLY.items():
         if key in given and given[key] != only:
             raise ValueError(
-                f"{key} is {_short(given[key])}: that would take {needs}, which is not supported"
+                f"{key} is {short(given[key])}: that would take {needs}, which is not supported"
             )
     no_rope = given.get("no_rope_layers", [])
     if not isinstance(no_rope, list) or 0 in no_rope:
         raise ValueError(
-            f"no_rope_layers is {_short(no_rope)}: blocks without rotary positions are not supported"
+            f"no_rope_layers is {short(no_rope)}: blocks without rotary positions are not supported"
         )
     if "no_rope_layer_interval" in given and not no_rope:
         raise ValueError(
-            f"no_rope_layer_interval is {_short(given['no_rope_layer_interval'])}: blocks without rotary positions "
-            "are not supported"
+            f"no_rope_layer_interval is {short(given['no_rope_layer_interval'])}: blocks without "
+            "rotary positions are not supported"
         )
-    family = given.get("model_type")
-    if family is None:
-        for architecture in given.get("architectures", []):
-            if architecture not in FAMILIES.values():
-                raise ValueError(
-                    f"architectures names {_short(architecture)}; supported: {', '.join(FAMILIES.values())}"
-                )
-    elif family not in FAMILIES:
-        needs = OTHER_FAMILIES.get(family) if isinstance(family, str) else None
-        why = f": that would take {needs}, which is not supported" if needs else ""
-        raise ValueError(f"model_type is {_short(family)}{why}; supported: {', '.join(FAMILIES)}")
-    for key in sorted(given.keys() - USED - HARMLESS - ONLY.keys()):
+    unknown = sorted(given.keys() - USED - HARMLESS - ONLY.keys())
+    if unknown:
+        what = ", ".join(f"{key} is {short(given[key])}" for key in unknown)
         raise ValueError(
-            f"{key} is {_short(given[key])}: this key is not known here, and what it asks for may change the output; "
-            "if you know that it does not, delete it"
+            f"{what}: not known for model_type {family}, and may change the output; where you know "
+            "that it does not, delete it"
         )
 
 
-def _short(value: Any) -> str:
+def family_of(given: dict[str, Any]) -> str:
+    """The family of a config, by `model_type`, else by its class; a `ValueError` for one that is not
+    done here.
+    """
+    names = given.get("architectures", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures is {short(names)}: it must be a list of names")
+    by_class = {name.lower(): family for family, name in FAMILIES.items()}
+    classes = [by_class.get(name.lower()) for name in names]
+    family = given.get("model_type", next(iter(classes), "llama"))
+    if not isinstance(family, str) or family not in FAMILIES:
+        if "model_type" not in given:
+            raise ValueError(
+                f"architectures is {short(names)}; supported: {', '.join(FAMILIES.values())}"
+            )
+        needs = OTHER_FAMILIES.get(family.lower()) if isinstance(family, str) else None
+        why = (
+            f"that would take {needs}, which is not supported" if needs else "it is not known here"
+        )
+        raise ValueError(f"model_type is {short(family)}: {why}; supported: {', '.join(FAMILIES)}")
+    if names and family not in classes:
+        raise ValueError(
+            f"architectures is {short(names)}: with model_type {family}, only {FAMILIES[family]} is "
+            "supported"
+        )
+    return family
+
+
+def short(value: Any) -> str:
+    """The value as it goes into a message of one line."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
