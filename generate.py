@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from llama_mini import LlamaConfig
+    from llama_mini import Llama, LlamaConfig
 
 WEIGHTS = Path(__file__).resolve().parent / "weights" / "stories"
 NEW_TOKENS = 128
-RANKS = int(os.environ.get("WORLD_SIZE", 1))  # torchrun starts several of us, and rank 0 speaks
-RANK = int(os.environ.get("RANK", 0)) if RANKS > 1 else 0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -71,55 +69,54 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        run(options)
-        sys.stdout.flush()
+    try:  # torch is imported here, so that --help and a wrong option answer at once
+        from llama_mini.cli import run_command
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has gone; nothing more can be written, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, OSError, ImportError, RuntimeError, OverflowError) as error:
-        sys.stdout.flush()
-        rank = f"rank {RANK}: " if RANKS > 1 else ""
-        print(f"error: {rank}{' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+    rank, ranks = own_rank()
+    return run_command(lambda: run(options, rank, ranks), who=f"rank {rank}: " if ranks > 1 else "")
 
 
-def run(options: argparse.Namespace) -> None:
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
-    prompt = read_prompt(options.prompt) if RANK == 0 else ""  # of one standard input, one reads
+def own_rank() -> tuple[int, int]:
+    """Which of how many processes this is: torchrun starts several of us, and rank 0 speaks."""
+    started = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+    if all(started) and started[0].isdecimal() and started[1].isdecimal():
+        return int(started[0]), int(started[1])
+    return 0, 1
+
+
+def run(options: argparse.Namespace, rank: int, size: int) -> None:
+    import torch
+
+    from llama_mini import load_model, load_tokenizer, stream
+    from llama_mini.chat import chat_prompt
+    from llama_mini.checkpoint import open_checkpoint
+    from llama_mini.cli import choose_device
+    from llama_mini.generation import require_prompts, require_sampling
+
+    sampling = options.temperature, options.top_k, options.top_p
+    require_sampling(*sampling)
+    if options.seed is not None and not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed {options.seed}: it must lie between 0 and 2^63 - 1")
     source = options.model or WEIGHTS
     if options.model is None and not WEIGHTS.is_dir():
         raise FileNotFoundError(f"no checkpoint is in {WEIGHTS}: name one with --model FOLDER")
-
-    # Imported here, so that --help and a wrong option answer at once.
-    import torch
-
-    from llama_mini import LlamaConfig, load_model, load_tokenizer, stream
-    from llama_mini.chat import chat_prompt
-    from llama_mini.generation import require_prompts, require_sampling
-    from llama_mini.hub import resolve
-
-    device = choose_device(options.device)
-    if RANKS > 1:
+    prompt = read_prompt(options.prompt) if rank == 0 else ""  # of one standard input, one reads
+    seed = torch.seed() if options.seed is None else options.seed
+    device, agree = choose_device(options.device), None
+    if size > 1:
         from llama_mini.parallel import load_parallel, start
 
         ranks = start(device)
-        device, load_model = ranks.device, partial(load_parallel, ranks)
-        seed = torch.seed() if options.seed is None else options.seed
-        prompt, options.seed = ranks.agree((prompt, seed))
-        if RANK > 0:
+        device, load_model, agree = ranks.device, partial(load_parallel, ranks), ranks.first
+        prompt, seed = ranks.agree((prompt, seed))
+        if rank > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sampling = options.temperature, options.top_k, options.top_p
-    require_sampling(*sampling)
-    folder = resolve(source, weights=False)  # what is refused need not be fetched
-    config = LlamaConfig.from_checkpoint(folder)
-    tokenizer = load_tokenizer(folder)
+
+    config = open_checkpoint(source).config
+    tokenizer = load_tokenizer(source)
     if options.chat:
-        ids = chat_prompt(folder, tokenizer, prompt, options.system)
+        ids = chat_prompt(source, tokenizer, prompt, options.system)
     else:
         ids = tokenizer.encode(prompt)
     if not ids:
@@ -130,15 +127,17 @@ def run(options: argparse.Namespace) -> None:
         new_tokens = int(max(1, min(NEW_TOKENS, room)))
     require_prompts(config, [ids], new_tokens)
     began = time.perf_counter()
-    model = load_model(source, device, choose_dtype(options.dtype, device, config))
+    model = load_model(source, device, choose_dtype(options.dtype, device, config, rank))
     loaded = time.perf_counter()
-    generator = torch.Generator(device)
-    if options.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(options.seed)
+
     steps = stream(
-        model, [ids], new_tokens, *sampling, generator=generator, vocab_size=tokenizer.vocab_size
+        model,
+        [ids],
+        new_tokens,
+        *sampling,
+        generator=torch.Generator(device).manual_seed(seed),
+        vocab_size=tokenizer.vocab_size,
+        agree=agree,
     )
     decoder = tokenizer.stream_decoder([] if options.chat else ids)
     if not options.chat:
@@ -147,11 +146,12 @@ def run(options: argparse.Namespace) -> None:
     try:
         for (token,) in steps:
             times.append(time.perf_counter())
-            print(decoder.push(token), end="", flush=True)
+            if token is not None:
+                print(decoder.push(token), end="", flush=True)
     finally:
         print(decoder.flush(), flush=True)
-    if options.stats and RANK == 0:
-        print_stats(model, loaded - began, len(ids), times)
+    if options.stats and rank == 0:
+        print_stats(model, config, loaded - began, len(ids), times, " (rank 0)" if size > 1 else "")
 
 
 def read_prompt(text: str) -> str:
@@ -164,71 +164,53 @@ def read_prompt(text: str) -> str:
         raise ValueError(f"standard input is not UTF-8: {error}") from None
 
 
-def choose_device(name: str) -> "torch.device":
-    """The device asked for, or for auto the best that is there."""
-    import torch
-
-    there = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if name == "auto":
-        name = next(device for device in ("cuda", "mps", "cpu") if there[device])
-    if not there[name]:
-        raise ValueError(f"--device {name}: torch finds no such device here; use --device auto")
-    return torch.device(name)
-
-
-def choose_dtype(name: str, device: "torch.device", config: "LlamaConfig") -> "torch.dtype | None":
+def choose_dtype(
+    name: str, device: "torch.device", config: "LlamaConfig", rank: int = 0
+) -> "torch.dtype | None":
     """The dtype asked for; for auto float32 on the CPU, and elsewhere None: the checkpoint's own."""
     import torch
 
     if name == "auto" and device.type == "cpu":
         return torch.float32
     wanted = config.dtype if name == "auto" else name
-    if (
-        wanted == "bfloat16"
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        print("note: this GPU has no bfloat16; using float16", file=sys.stderr)
+    if wanted == "bfloat16" and not has_bfloat16(device):
+        if rank == 0:
+            print(f"note: this {device.type} has no bfloat16; using float16", file=sys.stderr)
         wanted = "float16"
     return getattr(torch, wanted) if wanted else None
 
 
-def print_stats(
-    model: "torch.nn.Module", load_seconds: float, prompt_tokens: int, times: list[float]
-) -> None:
-    """Sizes and rates, to standard error; `times` are when prefill began and when each new token
-    was there.
-    """
-    import resource
-
+def has_bfloat16(device: "torch.device") -> bool:
     import torch
 
-    weight = next(model.parameters())
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" or torch.backends.mps.is_macos_or_newer(14, 0)
+
+
+def print_stats(
+    model: "Llama",
+    config: "LlamaConfig",
+    load_seconds: float,
+    prompt_tokens: int,
+    times: list[float],
+    whose: str,
+) -> None:
+    """Sizes and rates, to standard error; `times` are when prefill began and when each token came."""
+    from llama_mini.cli import peak_memory
+
+    weight = model.embed.weight
     new_tokens, prefill = len(times) - 1, times[1] - times[0] if len(times) > 1 else 0.0
     decode = times[-1] - times[1] if len(times) > 1 else 0.0
-    if weight.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
+    prefill_rate = prompt_tokens / prefill if prefill else 0.0
+    decode_rate = (new_tokens - 1) / decode if decode else 0.0
     rows = [
-        ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
+        ("parameters", f"{config.parameter_count():,}"),
         ("device", f"{weight.device}, {str(weight.dtype).removeprefix('torch.')}"),
         ("load", f"{load_seconds:.2f} s"),
-        (
-            "prefill",
-            f"{prompt_tokens} tokens, {prompt_tokens / prefill if prefill else 0:.1f} tokens/s",
-        ),
-        (
-            "decode",
-            f"{new_tokens} tokens, {(new_tokens - 1) / decode if decode else 0:.1f} tokens/s",
-        ),
-        ("peak memory", f"{peak / 2**20:.0f} MiB"),
+        ("prefill", f"{prompt_tokens} tokens, {prefill_rate:.1f} tokens/s"),
+        ("decode", f"{new_tokens} tokens, {decode_rate:.1f} tokens/s"),
+        ("peak memory", f"{peak_memory(weight.device) / 2**20:.0f} MiB{whose}"),
     ]
     for name, value in rows:
         print(f"{name:<12} {value}", file=sys.stderr)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from .cli import choose_device, run_command
 from .model import RMSNorm
 
 NORM_SHAPES = ((576, 512), (1024, 1024), (2048, 2048), (4096, 4096))  # rows, width
@@ -162,28 +163,25 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.norm:
         parser.error("say what to measure: --norm")
-    try:
-        there = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-        if options.device and options.device not in there:
-            raise ValueError(f"--device {options.device}: torch finds no such device here")
-        machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        if "cuda" in there:
-            machine["gpu"] = torch.cuda.get_device_name()
-        devices = [options.device] if options.device else there
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = cache
-            results = {device: bench_norm(device) for device in devices}
-        if options.json:
-            rows = [asdict(row) for device in devices for row in results[device]]
-            print(json.dumps({"machine": machine, "norm": rows}, indent=1))
-        else:
-            print(", ".join(f"{name} {value}" for name, value in machine.items()))
-            for device in devices:
-                print(f"\n{device}\n{table(results[device])}")
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())[:500]}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    there = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    devices = [choose_device(options.device).type] if options.device else there
+    machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    if "cuda" in there:
+        machine["gpu"] = torch.cuda.get_device_name()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = cache
+        results = {device: bench_norm(device) for device in devices}
+    if options.json:
+        rows = [asdict(row) for device in devices for row in results[device]]
+        print(json.dumps({"machine": machine, "norm": rows}, indent=1))
+    else:
+        print(", ".join(f"{name} {value}" for name, value in machine.items()))
+        for device in devices:
+            print(f"\n{device}\n{table(results[device])}")
 
 
 if __name__ == "__main__":

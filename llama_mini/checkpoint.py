@@ -89,6 +89,14 @@ class Stored(NamedTuple):
     problem: str = ""
 
 
+class Checkpoint(NamedTuple):
+    """A checkpoint of which no weight is read yet."""
+
+    config: LlamaConfig
+    stored: dict[str, Stored]  # by our name
+    table: dict[str, str]
+
+
 def translate(name: str, table: dict[str, str]) -> str | None:
     """The name of a parameter by a table from one scheme to another, or None where the table has
     no such name.
@@ -107,7 +115,7 @@ def load_model(
     dtype: torch.dtype | None = None,
 ) -> Llama:
     """The model of a checkpoint folder or hub name, ready for inference on `device`, all parameters
-    in `dtype`.
+    in `dtype` and without gradients.
 
     `dtype` None is the checkpoint's own. Errors: `FileNotFoundError` for what is not there;
     `ValueError` for what is not supported, before a weight is read, and for tensors that do not fit
@@ -115,24 +123,25 @@ def load_model(
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(
-            f"dtype is {dtype}: it must be one of {', '.join(map(str, DTYPES.values()))}"
+            f"dtype is {dtype!r}: it must be one of {', '.join(map(str, DTYPES.values()))}"
         )
+    checkpoint = open_checkpoint(folder_or_hub_id)
+    model = build(*checkpoint)
+    model.load_state_dict(read_state(checkpoint, device, dtype), assign=True)
+    return model.eval()
+
+
+def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
+    """The config and the headers of a checkpoint; no weights are read, and of a hub model whose
+    config is refused none are fetched.
+    """
     folder = resolve(folder_or_hub_id, weights=False)
     if (folder / "config.json").is_file():
-        LlamaConfig.from_checkpoint(folder)  # what is refused need not be fetched
+        LlamaConfig.from_checkpoint(folder)
     folder = resolve(folder_or_hub_id)
-    config = LlamaConfig.from_checkpoint(folder)
     table = HUGGING_FACE if (folder / "config.json").is_file() else META
-    stored = read_headers(folder, inverse(table))
-    model = build(config, stored, table)
-    dtype = dtype or saved_dtype(config, stored)
-    state: dict[str, nn.Parameter] = {}
-    for name, tensor in read_tensors(stored, device, dtype, config if table is META else None):
-        state[name] = nn.Parameter(tensor)
-    if config.tie_word_embeddings:
-        tie(state, stored)
-    model.load_state_dict(state, assign=True)
-    return model.eval()
+    config = LlamaConfig.from_checkpoint(folder)
+    return Checkpoint(config, read_headers(folder, inverse(table)), table)
 
 
 def inverse(table: dict[str, str]) -> dict[str, str]:
@@ -228,11 +237,27 @@ def stored_vocab_size(folder: Path) -> int:
     return embed.shape[0]
 
 
-def saved_dtype(config: LlamaConfig, stored: dict[str, Stored]) -> torch.dtype:
-    """The dtype that the config names, or else that of the embedding."""
-    if config.dtype is not None:
-        return getattr(torch, config.dtype)
-    return DTYPES[next(stored[name].dtype for name in TIED if name in stored)]
+def read_state(
+    checkpoint: Checkpoint,
+    device: str | torch.device,
+    dtype: torch.dtype | None,
+    part: Callable[[str, Any], Tensor] | None = None,
+) -> dict[str, nn.Parameter]:
+    """The parameters of a checkpoint that `build` has checked; `dtype` and `part` as for `load_model`
+    and `read_tensors`. For inference: without gradients, which a cache would keep alive.
+    """
+    config, stored, table = checkpoint
+    if dtype is None:  # what the config names, or else that of the embedding
+        own = DTYPES[next(stored[name].dtype for name in TIED if name in stored)]
+        dtype = own if config.dtype is None else getattr(torch, config.dtype)
+    interleaved = config if table is META else None
+    state = {
+        name: nn.Parameter(tensor, requires_grad=False)
+        for name, tensor in read_tensors(stored, device, dtype, interleaved, part)
+    }
+    if config.tie_word_embeddings:
+        tie(state, stored)
+    return state
 
 
 def read_tensors(

@@ -20,7 +20,8 @@ from torch import nn
 from .config import LlamaConfig
 from .corpus import Window, encode, read_documents, shuffled, train_tokenizer
 from .evaluation import evaluate
-from .export import replace, write_text
+from .export import write_text
+from .files import replace
 from .model import Llama, RMSNorm
 from .train import Recipe, initialise, make_optimizers, train_step
 

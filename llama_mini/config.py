@@ -98,7 +98,6 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
-    bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     dtype: str | None = None
 
@@ -133,6 +132,19 @@ class LlamaConfig:
             raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
+
+    def parameter_count(self) -> int:
+        """The number of parameters of a model of this shape, a tied head counted once."""
+        m, d, h, g = (
+            self.hidden_size,
+            self.head_dim,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+        )
+        attention = 2 * m * h * d + 2 * m * g * d + (2 * d if self.qk_norm else 0)
+        block = attention + 3 * m * self.intermediate_size + 2 * m
+        embeddings = self.vocab_size * m * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_hidden_layers * block + m
 
     def require_in_window(self, length: int) -> None:
         """Raise a `ValueError` when `length` positions reach beyond the sliding window: attention
@@ -232,7 +244,6 @@ def _from_hugging_face(given: dict[str, Any]) -> dict[str, Any]:
     fields["qk_norm"] = family == "qwen3"
     fields["rope"] = _rope(given)
     fields["sliding_window"] = _window(given, family)
-    fields["bos_token_id"] = next(iter(_token_ids("bos_token_id", given.get("bos_token_id"))), None)
     fields["eos_token_id"] = _token_ids("eos_token_id", given.get("eos_token_id"))
     fields["dtype"] = given.get("dtype", given.get("torch_dtype"))
     if isinstance(fields["dtype"], str):
@@ -311,8 +322,10 @@ def _from_meta(given: dict[str, Any]) -> dict[str, Any]:
     Meta's own code.
     """
     _require_keys(given, ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps"), "params.json")
-    for key in given.keys() - META_KEYS:
-        raise ValueError(f"{key} is {given[key]!r}: this key is not known here")
+    unknown = sorted(given.keys() - META_KEYS)
+    if unknown:
+        what = ", ".join(f"{key} is {short(given[key])}" for key in unknown)
+        raise ValueError(f"{what}: not known in params.json, and may change the output")
     for key in ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of"):
         _require_positive(key, given.get(key, 256), int)
     multiple, multiplier = given.get("multiple_of", 256), given.get("ffn_dim_multiplier", 1.0)

@@ -1,9 +1,8 @@
 """A finished training as a Hugging Face style folder: weights, configs, tokenizer and model card."""
 
 import json
-import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from .checkpoint import HUGGING_FACE, load_model, translate
 from .corpus import BOS
 from .evaluation import evaluate_folder
+from .files import replace
 from .generation import generate
 from .model import Llama
 from .tokenizer import load_tokenizer
@@ -63,13 +63,6 @@ From the BOS alone at temperature 0.8, seed {seed}, the first three as they came
 
 {samples}
 """
-
-
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file under a temporary name, which becomes `path` when it is whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -3,7 +3,8 @@ each token back.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def sample(
             "the logits hold NaN or infinity, and no token can be drawn from them: "
             "the weights are damaged, or their dtype is too narrow"
         )
-    if temperature == 0 or top_p == 0:
+    if temperature < torch.finfo(torch.float32).tiny or top_p == 0:  # below, division is not exact
         return logits.argmax(-1)
     logits = (
         logits - highest
@@ -61,21 +62,27 @@ def stream(
     stop_ids: Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     vocab_size: int | None = None,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt (a list of ids); yields, token by token, one new id per prompt, None
     for those that have ended.
 
     A prompt ends with the first of `stop_ids` (yielded too; None: the checkpoint's own, (): none)
     or at `max_new_tokens`. Ids from `vocab_size` on (rows that only pad the embedding) are never
-    drawn. A `ValueError`, before any work, for prompts that are empty, hold other ids than the
+    drawn. `agree` makes of the drawn ids (b,) what all processes take that run one model together
+    (parallel.py). A `ValueError`, before any work, for prompts that are empty, hold other ids than the
     model's, or do not fit its context together with the new tokens.
     """
     require_sampling(temperature, top_k, top_p)
+    try:
+        prompts = [[index(token) for token in prompt] for prompt in prompts]
+    except TypeError:
+        raise ValueError("prompts must be a list of prompts, each a list of token ids") from None
     if stop_ids is None:
         stop_ids = model.config.eos_token_id
     require_prompts(model.config, prompts, max_new_tokens)
     sampling = (temperature, top_k, top_p, generator)
-    return _stream(model, prompts, max_new_tokens, frozenset(stop_ids), vocab_size, sampling)
+    return _stream(model, prompts, max_new_tokens, frozenset(stop_ids), vocab_size, sampling, agree)
 
 
 def generate(
@@ -98,6 +105,7 @@ def _stream(
     stop_ids: frozenset[int],
     vocab_size: int | None,
     sampling: tuple[float, int | None, float | None, torch.Generator | None],
+    agree: Callable[[Tensor], Tensor] | None,
 ) -> Iterator[list[int | None]]:
     batch, width = len(prompts), max(map(len, prompts), default=0)
     if batch == 0 or max_new_tokens == 0:
@@ -122,6 +130,8 @@ def _stream(
             mask = padded_mask(queries, columns[: cache.length + tokens.shape[1]], padding)
         logits = model(tokens, cache=cache, positions=positions, mask=mask, last_only=True)
         next_ids = sample(logits[:, -1, :vocab_size], *sampling)
+        if agree is not None:
+            next_ids = agree(next_ids)
         step_ids = [
             token if alive else None for token, alive in zip(next_ids.tolist(), live, strict=True)
         ]

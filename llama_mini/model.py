@@ -51,11 +51,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x.float()  # 256^2 overflows float16
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        wide = x.float()  # 256^2 overflows float16
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         # Llama's order: back to the input's dtype first, then times the weight. nn.RMSNorm has the
         # other one, and rounds differently in bfloat16.
-        return (self.weight * h.to(x.dtype)).to(x.dtype)
+        return (self.weight * normed.to(x.dtype)).to(x.dtype)
 
 
 class Attend(nn.Module):
@@ -72,13 +72,13 @@ class Attend(nn.Module):
         # Key/value heads join the batch axis, and their r queries read them without a copy. Every kernel
         # takes that in memory linear in s, while torch's enable_gqa can fall back to a quadratic one.
         q = rearrange(q, "b (g r) t d -> (b g) r t d", r=r)
-        k = repeat(k, "b g s d -> (b g) r s d", r=r)
-        v = repeat(v, "b g s d -> (b g) r s d", r=r)
+        k = rearrange(k, "b g s d -> (b g) 1 s d").expand(-1, r, -1, -1)
+        v = rearrange(v, "b g s d -> (b g) 1 s d").expand(-1, r, -1, -1)
         if mask is not None and mask.shape[0] > 1:
             mask = repeat(mask, "b 1 t s -> (b g) 1 t s", g=g)
         causal = mask is None and q.shape[2] > 1
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        return rearrange(x, "(b g) r t d -> b (g r) t d", g=g)
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return rearrange(heads, "(b g) r t d -> b (g r) t d", g=g)
 
 
 class Attention(nn.Module):
@@ -186,6 +186,10 @@ class Llama(nn.Module):
             positions = torch.arange(past, past + t, device=tokens.device)
         if mask is None:
             mask = causal_mask(t, past, tokens.device)
+        elif mask.dtype != torch.bool:
+            raise ValueError(
+                f"mask is {mask.dtype}: it must be bool, true where a query may see a key"
+            )
         elif mask.dim() < 4:
             mask = mask.unsqueeze(-3)
         cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions, x.dtype)

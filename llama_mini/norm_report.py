@@ -10,7 +10,6 @@ import argparse
 import importlib.util
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cli import DEVICES, choose_device, run_command
+from .files import replace
 from .generation import require_prompts
 from .model import Llama
 from .record import record
@@ -337,32 +338,23 @@ def plot(rows: Sequence[NormRow], path: Path, title: str) -> None:
         bottom.set_xlim(-0.8, final + 0.8)
         top.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         bottom.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 0.95))
-        temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-        try:
-            metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-            figure.savefig(temporary, dpi=150, metadata=metadata)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        kind = path.suffix.lower().removeprefix(".")
+        metadata = {"Date": None} if kind == "svg" else None
+        replace(path, lambda file: figure.savefig(file, dpi=150, format=kind, metadata=metadata))
 
 
 def _report(options: argparse.Namespace) -> str:
     from .checkpoint import load_model
-    from .hub import resolve
     from .tokenizer import load_tokenizer
 
     if options.plot:
         require_plot(Path(options.plot))
-    try:
-        torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {options.device}: {str(error).splitlines()[0]}") from None
-    folder = resolve(options.model)
-    tokenizer = load_tokenizer(folder)
-    model = load_model(folder, options.device, getattr(torch, options.dtype))
+    device = choose_device(options.device)
+    tokenizer = load_tokenizer(options.model)
+    model = load_model(options.model, device, getattr(torch, options.dtype))
     ids = tokenizer.encode(options.prompt)
     require_prompts(model.config, [ids], 0)
-    tokens = torch.tensor([ids], device=options.device)
+    tokens = torch.tensor([ids], device=device)
     rows = norm_rows(model, tokens)
     middle = f"blocks.{len(model.blocks) // 2}.pre_ffn_norm"
     results = outcomes(model, tokens, ("final_norm", options.drop or middle))
@@ -406,17 +398,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the stream and its norms: a .png or .svg file"
     )
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=DEVICES)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     options = parser.parse_args(arguments)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
-    try:
-        print(_report(options))
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(lambda: print(_report(options)))
 
 
 if __name__ == "__main__":

@@ -25,19 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checkpoint import (
-    HUGGING_FACE,
-    META,
-    NoInit,
-    build,
-    inverse,
-    read_headers,
-    read_tensors,
-    saved_dtype,
-    tie,
-)
+from .checkpoint import NoInit, build, open_checkpoint, read_state
 from .config import LlamaConfig
-from .hub import resolve
 from .model import Llama
 
 WHOLE, ROWS, COLUMNS = None, 0, 1  # which axis of a weight (out, in) is cut
@@ -117,7 +106,12 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            silent = self.missing("failed", min(5, self.seconds))
+            try:
+                silent = self.missing("failed", min(5, self.seconds))
+            except dist.DistError:
+                raise RuntimeError(
+                    "torchrun, or rank 0 where it keeps the store, has ended"
+                ) from error
             if not silent:
                 raise
             raise RuntimeError(
@@ -158,7 +152,7 @@ def start(device: torch.device) -> Ranks:
 
 
 class SplitEmbedding(nn.Embedding):
-    """This rank's rows of the embedding: tokens (b, t) -> (b, t, m), the same on every rank."""
+    """This rank's rows of the embedding: tokens (b, t), on every rank the same, -> (b, t, m)."""
 
     def __init__(self, config: LlamaConfig, ranks: Ranks) -> None:
         own = ranks.own(config.vocab_size)
@@ -166,8 +160,7 @@ class SplitEmbedding(nn.Embedding):
         self.start, self.ranks = own.start, ranks
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Sampling agrees wherever it is deterministic, which a GPU's cumsum is not to the last bit.
-        row = self.ranks.first(tokens) - self.start
+        row = tokens - self.start
         elsewhere = (row < 0) | (row >= self.num_embeddings)
         x = super().forward(row.masked_fill(elsewhere, 0))
         return self.ranks.sum(x.masked_fill(elsewhere[..., None], 0))
@@ -176,8 +169,9 @@ class SplitEmbedding(nn.Embedding):
 class SplitHead(nn.Linear):
     """This rank's rows of the head: (b, t, m) -> logits (b, t, vocab).
 
-    Each logit is computed on one rank and copied to the others, so all of them see the same bits,
-    and one seed draws the same token everywhere.
+    Each logit is computed on one rank and copied to the others, so all of them see the same bits.
+    One seed can draw different tokens even so, as a GPU's cumsum varies in its last bit: where ranks
+    generate, pass `agree=ranks.first` to `stream`.
     """
 
     def __init__(self, config: LlamaConfig, ranks: Ranks) -> None:
@@ -190,7 +184,10 @@ class SplitHead(nn.Linear):
 
 
 class RowParallel(nn.Linear):
-    """This rank's columns of a projection: its term of the sum, and the sum."""
+    """This rank's columns of a projection: its term of the sum, and the sum.
+
+    Megatron names it for the rows of the transpose: it writes x A where nn.Linear has x W^T.
+    """
 
     def __init__(self, whole: nn.Linear, ranks: Ranks) -> None:
         super().__init__(whole.in_features, whole.out_features, bias=False)
@@ -204,7 +201,9 @@ def require_divisible(config: LlamaConfig, size: int) -> None:
     """Raise a ValueError unless `size` ranks can share heads, FFN channels and vocabulary."""
     h, g, width = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     common = gcd(h, g, width)
-    fits = [n for n in range(1, g + 1) if common % n == 0 and n * n <= config.vocab_size]
+    # Parts are rounded up, so the last rank starts last: it must have a token too.
+    starts = {n: (n - 1) * -(-config.vocab_size // n) for n in range(1, g + 1) if common % n == 0}
+    fits = [n for n, last in starts.items() if last < config.vocab_size]
     if size not in fits:
         raise ValueError(
             f"{size} ranks cannot have equal shares of {h} heads, {g} key/value heads and {width} "
@@ -242,13 +241,9 @@ def load_parallel(
     dtype: torch.dtype | None = None,
 ) -> Llama:
     """`load_model`, but this rank's part of the model, and nothing else is read from the files."""
-    config = LlamaConfig.from_checkpoint(resolve(folder_or_hub_id, weights=False))
-    require_divisible(config, ranks.size)  # what is refused need not be fetched
-    folder = resolve(folder_or_hub_id)
-    table = HUGGING_FACE if (folder / "config.json").is_file() else META
-    stored = read_headers(folder, inverse(table))
-    build(config, stored, table)
-    dtype = dtype or saved_dtype(config, stored)
+    checkpoint = open_checkpoint(folder_or_hub_id)
+    require_divisible(checkpoint.config, ranks.size)
+    build(*checkpoint)
 
     def part(name: str, weight: Any) -> Tensor:
         axis = PLAN[name.split(".")[-2]]
@@ -258,13 +253,6 @@ def load_parallel(
         # Rows are mapped from the file; columns lie scattered over the whole matrix, so are copied.
         return weight[own] if axis == ROWS else weight[:, own].contiguous()
 
-    interleaved = config if table is META else None
-    state = {
-        name: nn.Parameter(tensor)
-        for name, tensor in read_tensors(stored, device, dtype, interleaved, part)
-    }
-    if config.tie_word_embeddings:
-        tie(state, stored)
-    model = split(config, ranks)
-    model.load_state_dict(state, assign=True)
+    model = split(checkpoint.config, ranks)
+    model.load_state_dict(read_state(checkpoint, device, dtype, part), assign=True)
     return model.eval()

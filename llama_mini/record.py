@@ -1,5 +1,4 @@
-"""Every activation of a forward pass by name, in and out of safetensors: what a port to another
-framework is held against.
+"""Every activation of a forward pass by name: what a port to another framework is held against.
 
     python -m llama_mini.record --model FOLDER --prompt TEXT --out trace.safetensors
     python -m llama_mini.record --compare reference.safetensors other.safetensors
@@ -12,7 +11,6 @@ and (b, t, vocab) for lm_head. A trace file also holds `tokens` (b, t).
 
 import argparse
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .cli import DEVICES, choose_device, run_command
+from .files import replace
 from .model import Llama
 
 IN_BLOCK = (
@@ -143,16 +143,12 @@ def _forward_order(name: str) -> tuple[int, int, int, str]:
 
 
 def save_trace(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a trace file: to a temporary name beside it, then in its place."""
+    """Write a trace file; a `ValueError` when it cannot be written."""
     from safetensors.torch import save_file
 
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, temporary, metadata)
-        os.replace(temporary, path)
+        replace(Path(path), lambda file: save_file(tensors, file, metadata))
     except Exception as error:  # safetensors has errors of its own, without a common base
-        temporary.unlink(missing_ok=True)
         raise ValueError(f"{path} cannot be written: {error}") from None
 
 
@@ -168,16 +164,14 @@ def load_trace(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
 
 
-def _compare_files(reference: str, other: str, tolerance: float) -> None:
+def _compare_files(reference: str, other: str, tolerance: float) -> int:
+    """Print the differences in forward order; 1 when one is above the tolerance."""
     if not tolerance >= 0:
         raise ValueError(f"--tolerance is {tolerance}: it must be 0 or more")
     a, b = load_trace(reference), load_trace(other)
     if "tokens" in a and "tokens" in b and a["tokens"].tolist() != b["tokens"].tolist():
         raise ValueError(f"{reference} and {other} were recorded on different tokens")
     differences = compare(a, b)
-    for path, only in ((reference, a.keys() - b.keys()), (other, b.keys() - a.keys())):
-        if only - {"tokens"}:
-            print(f"only in {path}: {', '.join(sorted(only - {'tokens'}, key=_forward_order))}")
     first = next(
         (name for name, (_, relative) in differences.items() if relative > tolerance), None
     )
@@ -185,33 +179,40 @@ def _compare_files(reference: str, other: str, tolerance: float) -> None:
     for name, (absolute, relative) in differences.items():
         mark = "  <- first above the tolerance" if name == first else ""
         print(f"{name:<32} {absolute:10.2e} {relative:10.2e}{mark}")
+    for path, only in ((reference, a.keys() - b.keys()), (other, b.keys() - a.keys())):
+        if only - {"tokens"}:
+            print(f"only in {path}: {', '.join(sorted(only - {'tokens'}, key=_forward_order))}")
     if first is None:
-        print(f"all {len(differences)} names agree within a relative difference of {tolerance:g}")
-    else:
-        absolute, relative = differences[first]
-        print(f"first to differ: {first}, by {absolute:.3g} ({relative:.3g} of its largest value)")
+        print(
+            f"the {len(differences)} names in both agree within a relative difference of {tolerance:g}"
+        )
+        return 0
+    absolute, relative = differences[first]
+    print(f"first to differ: {first}, by {absolute:.3g} ({relative:.3g} of its largest value)")
+    return 1
 
 
 def _record_to_file(options: argparse.Namespace) -> None:
     from .checkpoint import load_model
+    from .generation import require_prompts
     from .tokenizer import load_tokenizer
 
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: torch finds no such device here")
-    model = load_model(options.model, options.device, getattr(torch, options.dtype))
+    device = choose_device(options.device)
+    model = load_model(options.model, device, getattr(torch, options.dtype))
     ids = load_tokenizer(options.model).encode(options.prompt)
-    if not ids:
-        raise ValueError("the prompt holds no tokens")
+    require_prompts(model.config, [ids], 0)
     tokens = torch.tensor([ids])
-    activations = record(model, tokens.to(options.device), options.names or ("*",))
+    activations = record(model, tokens.to(device), options.names or ("*",))
     metadata = {"prompt": options.prompt, "dtype": options.dtype, "torch": torch.__version__}
     save_trace(options.out, {"tokens": tokens, **activations}, metadata)
     print(f"{options.out}: {len(activations)} activations of {tokens.shape[1]} tokens")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m llama_mini.record", description=__doc__.split("\n")[0]
+        prog="python -m llama_mini.record",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="FOLDER", help="checkpoint folder or hub name")
     parser.add_argument("--prompt", metavar="TEXT")
@@ -219,7 +220,7 @@ def main() -> int:
     parser.add_argument(
         "--names", action="append", metavar="PATTERN", help="keep only these, as 'blocks.*.ffn'"
     )
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=DEVICES)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument(
         "--compare", nargs=2, metavar=("REFERENCE", "OTHER"), help="two trace files"
@@ -227,19 +228,13 @@ def main() -> int:
     parser.add_argument(
         "--tolerance", type=float, default=0.0, help="relative difference that counts as equal"
     )
-    options = parser.parse_args()
-    try:
-        if options.compare:
-            reference, other = options.compare
-            _compare_files(reference, other, options.tolerance)
-        elif options.model and options.prompt is not None and options.out:
-            _record_to_file(options)
-        else:
-            parser.error("give --model, --prompt and --out, or --compare")
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    options = parser.parse_args(arguments)
+    if options.compare:
+        reference, other = options.compare
+        return run_command(lambda: _compare_files(reference, other, options.tolerance))
+    if not (options.model and options.prompt is not None and options.out):
+        parser.error("give --model, --prompt and --out, or --compare")
+    return run_command(lambda: _record_to_file(options))
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "num_local_experts": (None, "a mixture of experts"),
     "parallel_attn": (False, "attention and FFN side by side"),
     "partial_rotary_factor": (1.0, "rotating only a part of each head"),
+    "pruned_heads": ({}, "heads that differ from block to block"),
     "q_lora_rank": (None, "multi-head latent attention"),
     "qk_layernorm": (False, "LayerNorm on q and k"),
     "qkv_bias": (False, "biases in the q, k and v projections"),
@@ -123,7 +124,7 @@ USED = frozenset(
     "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
     "rope_parameters original_max_position_embeddings tie_word_embeddings sliding_window "
     "use_sliding_window max_window_layers layer_types no_rope_layers no_rope_layer_interval "
-    "bos_token_id eos_token_id torch_dtype dtype model_type architectures".split()
+    "eos_token_id torch_dtype dtype model_type architectures".split()
 )
 
 # Keys that change nothing in a forward pass: training, bookkeeping, defaults for the generation of
@@ -131,7 +132,7 @@ USED = frozenset(
 HARMLESS = frozenset(
     "transformers_version _name_or_path _commit_hash auto_map use_cache initializer_range "
     "attention_dropout hidden_dropout hidden_dropout_prob resid_pdrop gradient_checkpointing "
-    "pretraining_tp pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id "
+    "pretraining_tp bos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id "
     "decoder_start_token_id forced_bos_token_id forced_eos_token_id output_attentions "
     "output_hidden_states output_scores return_dict return_dict_in_generate torchscript "
     "use_bfloat16 chunk_size_feed_forward id2label label2id problem_type finetuning_task "
@@ -140,7 +141,7 @@ HARMLESS = frozenset(
     "temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty "
     "repetition_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size length_penalty "
     "num_return_sequences exponential_decay_length_penalty remove_invalid_values tf_legacy_loss "
-    "pruned_heads _flash_attn_2_enabled _attn_implementation _attn_implementation_autoset "
+    "_flash_attn_2_enabled _attn_implementation _attn_implementation_autoset "
     "attn_implementation is_llama_config transformers.js_config max_sequence_length "
     "model_max_length unsloth_version unsloth_fixed".split()
 )

@@ -247,7 +247,7 @@ class SentencePieceTokenizer(Tokenizer):
             for text in sorted(texts, key=len, reverse=True):
                 token = flags.get(text, {})
                 left, right = (r"\s*" if token.get(flag) else "" for flag in ("lstrip", "rstrip"))
-                choices.append(f"{left}{re.escape(text)}{right}")
+                choices.append(f"{left}({re.escape(text)}){right}")
             return re.compile("|".join(choices) or "(?!)")
 
         self._patterns = pattern(self._ids.keys() - self.control.keys()), pattern(self._ids)
@@ -258,8 +258,8 @@ class SentencePieceTokenizer(Tokenizer):
             start, end = match.span() if match else (len(text), len(text))
             model = self._after_token if position else self._model
             ids += [(i, position, position) for i in model.encode(text[position:start])]
-            if match:
-                ids.append((self._ids.get(match[0]) or self._ids[match[0].strip()], start, end))
+            if match and match.lastindex:
+                ids.append((self._ids[match[match.lastindex]], start, end))
             position = end
         return ids
 

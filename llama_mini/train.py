@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .cli import run_command
 from .config import LlamaConfig
 from .corpus import BOS, EOS, Window, encode, read_documents, shuffled, train_tokenizer
 from .evaluation import evaluate, evaluate_folder, loss_sum
-from .export import replace, write_card, write_checkpoint
+from .export import write_card, write_checkpoint
+from .files import replace
 from .model import Llama
 from .muon import Muon
 
@@ -302,13 +304,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
-        return run(parse(arguments))
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+    options = parse(arguments)
+    return run_command(lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,14 @@ from llama_mini import KVCache, Llama, LlamaConfig, RMSNorm, compare, load_model
 ACTIVATIONS = Path(__file__).parent / "activations"
 HALVES = (torch.bfloat16, torch.float16)
 
+# What the public checkpoint stories260K makes of its first four words at temperature 0; transformers and
+# the C original of the model agree on it.
+STORIES260K_TEXT = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, red ball. She wanted to play with it, but it was too high.\n"
+    "Lily's mom said, \"Lily, let's go to the park.\" Lily was sad and didn't know what to do"
+)
+
 # Relative to the largest value under a name. Observed: 0 in one pass with the kernels that wrote the files,
 # 7.3e-7 in chunks through a cache, 1.3e-6 with other kernels (ATEN_CPU_CAPABILITY=default, oneDNN off,
 # MKL_CBWR=COMPATIBLE).

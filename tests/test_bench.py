@@ -96,4 +96,4 @@ def test_errors(monkeypatch, capsys):
     assert "say what to measure: --norm" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--norm", "--device", "cuda"]) == 1
-    assert capsys.readouterr().err == "error: --device cuda: torch finds no such device here\n"
+    assert capsys.readouterr().err == "error: --device cuda: torch finds no such device here; use --device auto\n"

@@ -15,6 +15,7 @@ from tests.fixtures import (
     LINEAR,
     LLAMA3,
     SHAPES,
+    STORIES260K_TEXT,
     draw_tokens,
     reference_model,
     require,
@@ -23,12 +24,6 @@ from tests.fixtures import (
 transformers = require("transformers")
 
 DTYPES = (torch.float32, *HALVES)
-# A real checkpoint's known text, on which transformers and the C original of the model agree.
-STORY = (
-    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
-    "One day, she saw a big, red ball. She wanted to play with it, but it was too high.\n"
-    "Lily's mom said, \"Lily, let's go to the park.\" Lily was sad and didn't know what to do"
-)
 BEGINNINGS = (
     "Once upon a time, there was a",
     "One day, a big dog saw a",
@@ -85,7 +80,7 @@ def test_logits_of_a_checkpoint_saved_in_half_precision(dtype: torch.dtype, tmp_
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_of_a_real_checkpoint(dtype: torch.dtype, stories260k: Path) -> None:
-    tokens = load_tokenizer(stories260k).encode(STORY)
+    tokens = load_tokenizer(stories260k).encode(STORIES260K_TEXT)
     require_equal(stories260k, torch.tensor([tokens]), dtype)
 
 
@@ -119,12 +114,12 @@ def test_greedy_tokens_of_a_real_checkpoint(stories260k: Path) -> None:
 
 def test_greedy_text_of_a_real_checkpoint(stories260k: Path) -> None:
     tokenizer = load_tokenizer(stories260k)
-    prompt, whole = tokenizer.encode("Once upon a time"), tokenizer.encode(STORY)
+    prompt, whole = tokenizer.encode("Once upon a time"), tokenizer.encode(STORIES260K_TEXT)
     assert whole[: len(prompt)] == prompt
     model = load_model(stories260k, dtype=torch.float32)
     (new,) = generate(model, [prompt], max_new_tokens=len(whole) - len(prompt))
     assert prompt + new == whole
-    assert tokenizer.decode(prompt + new) == STORY
+    assert tokenizer.decode(prompt + new) == STORIES260K_TEXT
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -137,6 +132,10 @@ def test_rms_norm(dtype: torch.dtype) -> None:
         weight = nn.Parameter(torch.empty(96).uniform_(0.5, 1.5, generator=generator).to(dtype))
         norm.weight = reference.weight = weight
         assert torch.equal(norm(x), reference(x))
+        # A float32 weight widens what transformers gives, and not what we give.
+        norm.weight = reference.weight = nn.Parameter(weight.float())
+        assert norm(x).dtype == dtype
+        assert torch.equal(norm(x), reference(x).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

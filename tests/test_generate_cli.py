@@ -58,12 +58,15 @@ def test_seed_decides_the_text(checkpoint, capsys):
     assert first == again != other
 
 
-def test_new_tokens_fill_what_the_context_leaves(checkpoint, capsys):
+def test_new_tokens_fill_what_the_context_leaves(checkpoint, tmp_path, capsys):
     long = "The quick brown fox jumps over the lazy dog. " * 20
     ids = load_tokenizer(checkpoint).encode(long)
     prompt = load_tokenizer(checkpoint).decode(ids[:120])
-    code, out, _ = run(capsys, "--prompt", prompt, "--model", str(checkpoint))
+    used = len(load_tokenizer(checkpoint).encode(prompt))
+    folder = damaged(checkpoint, tmp_path, eos_token_id=None)
+    code, _, err = run(capsys, "--prompt", prompt, "--model", str(folder), "--stats")
     assert code == 0
+    assert f"decode       {128 - used} tokens" in err
     code, out, err = run(capsys, "--prompt", long, "--model", str(checkpoint))
     assert code == 1
     assert out == ""
@@ -160,6 +163,169 @@ def test_every_stop_id_of_either_file_ends_the_text(checkpoint, tmp_path, capsys
         assert code == 0
         assert f"decode       {new.index(stop) + 1} tokens" in err
         shutil.rmtree(folder)
+
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_chat_prints_the_reply_only(checkpoint, tmp_path, capsys):
+    folder = damaged(checkpoint, tmp_path)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    arguments = ("--prompt", "The fox", "--model", str(folder), "--temperature", "0", "--chat")
+    tokenizer, model = load_tokenizer(folder), load_model(folder, dtype=torch.float32)
+    for system, text in (
+        ((), "[user] The fox\n[assistant]"),
+        (("--system", "Once"), "[system] Once\n[user] The fox\n[assistant]"),
+    ):
+        ids = tokenizer.encode(text)
+        assert ids.count(tokenizer.bos_id) == 1
+        new = generate(model, [ids], 20, vocab_size=tokenizer.vocab_size)[0]
+        code, out, err = run(capsys, *arguments, *system, "--max-new-tokens", "20")
+        assert (code, out, err) == (0, tokenizer.decode(new) + "\n", "")
+
+
+def test_a_raw_prompt_stays_raw_beside_a_chat_template(checkpoint, tmp_path, capsys):
+    folder = damaged(checkpoint, tmp_path)
+    arguments = ("--prompt", "The fox", "--temperature", "0", "--max-new-tokens", "5", "--model")
+    plain = run(capsys, *arguments, str(checkpoint))[1]
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    assert run(capsys, *arguments, str(folder))[1] == plain
+
+
+def test_chat_needs_a_template(checkpoint, capsys):
+    code, out, err = run(capsys, "--prompt", "The", "--model", str(checkpoint), "--chat")
+    assert (code, out) == (1, "")
+    assert "chat_template.jinja" in err
+    with pytest.raises(SystemExit):
+        cli.main(["--prompt", "The", "--system", "Be brief"])
+    assert "--system goes with --chat" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_the_bos_or_an_error(checkpoint, tmp_path, capsys):
+    arguments = ("--prompt", "", "--max-new-tokens", "3", "--model")
+    assert run(capsys, *arguments, str(checkpoint))[0] == 0
+    folder = damaged(checkpoint, tmp_path)
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    code, out, err = run(capsys, *arguments, str(folder))
+    assert (code, out) == (1, "")
+    assert "the prompt is empty" in err
+
+
+def rewrite(change) -> object:
+    def spoil(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return spoil
+
+
+def with_config(**changes) -> object:
+    def spoil(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(values))
+
+    return spoil
+
+
+def with_file(name: str, content: str) -> object:
+    return lambda folder: (folder / name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (with_config(tie_word_embeddings=True), "tie_word_embeddings is true"),
+        (rewrite(lambda w: w.pop("lm_head.weight")), "lm_head.weight"),
+        (rewrite(lambda w: w.update({"x.weight": torch.ones(1)})), "x.weight"),
+        (
+            rewrite(lambda w: w.update({"model.norm.weight": w["model.norm.weight"][:5].clone()})),
+            "(5,)",
+        ),
+        (
+            rewrite(lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
+            "I8",
+        ),
+        (
+            rewrite(lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})),
+            "model.layers.0.self_attn.q_proj.bias",
+        ),
+        (rewrite(lambda w: w["model.norm.weight"].fill_(float("nan"))), "NaN"),
+        (with_config(quantization_config={"bits": 4}), "quantization_config"),
+        (with_config(attention_bias=True), "attention_bias"),
+        (with_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "yarn"),
+        (with_config(model_type="qwen2"), "qwen2"),
+        (with_config(num_hidden_layers=3), "num_hidden_layers"),
+        (with_config(some_new_key=7), "some_new_key"),
+        (with_file("config.json", "{"), "config.json"),
+        (with_file("tokenizer.model", "SGVsbG8= 0\nV29ybGQ= 1\n"), "tiktoken"),
+        (with_file("tokenizer.json", "{}"), "tokenizer.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "pickle",
+        ),
+        (lambda folder: (folder / "tokenizer.model").unlink(), "tokenizer"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_one_line(checkpoint, tmp_path, capsys, spoil, message):
+    folder = damaged(checkpoint, tmp_path)
+    spoil(folder)
+    code, out, err = run(capsys, "--prompt", "The", "--model", str(folder))
+    assert code == 1
+    assert message in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in out + err
+
+
+def test_device_and_dtype_are_chosen_by_what_is_there(monkeypatch, capsys):
+    from llama_mini import LlamaConfig
+    from llama_mini.cli import choose_device
+
+    there = {"cuda": False, "mps": False}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there["cuda"])
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there["mps"])
+    assert choose_device("auto").type == "cpu"
+    with pytest.raises(ValueError, match="--device cuda"):
+        choose_device("cuda")
+    there["mps"] = True
+    assert choose_device("auto").type == "mps"
+    there["cuda"] = True
+    assert choose_device("auto").type == "cuda"
+    assert choose_device("cpu").type == "cpu"
+
+    config = LlamaConfig(8, 8, 8, 1, 1, dtype="bfloat16")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert cli.choose_dtype("auto", cpu, config) == torch.float32
+    assert cli.choose_dtype("bfloat16", cpu, config) == torch.bfloat16
+    for has, dtype, note in ((True, torch.bfloat16, ""), (False, torch.float16, "no bfloat16")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has, **_: has)
+        assert cli.choose_dtype("auto", gpu, config) == dtype
+        assert note in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**63), "9" * 40])
+def test_a_seed_out_of_range_is_named(checkpoint, capsys, seed):
+    code, _, err = run(capsys, "--prompt", "The", "--model", str(checkpoint), "--seed", seed)
+    assert code == 1
+    assert f"--seed {seed}" in err
+
+
+def test_only_a_launcher_makes_ranks(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # clusters set it for other reasons, too
+    assert cli.own_rank() == (0, 1)
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert cli.own_rank() == (0, 1)
+    monkeypatch.setenv("RANK", "1")
+    assert cli.own_rank() == (1, 2)
 
 
 def start(checkpoint: Path, *arguments: str) -> subprocess.Popen[bytes]:

@@ -258,7 +258,7 @@ def test_png_is_opaque(checkpoint, tmp_path, capsys):
             "no norm is named 'norm'; the norms are blocks.0.pre_attention_norm, ",
         ),
         (["--model", "nowhere"], "there is no folder 'nowhere'"),
-        (["--device", "abacus"], "--device abacus: Expected one of cpu, cuda"),
+        (["--device", "mps"], "--device mps: torch finds no such device"),
         (["--prompt", "time " * 128], "do not fit the model's context of 128 positions"),
     ],
 )

@@ -19,6 +19,13 @@ def test_name_table_is_the_loaders():
     assert {ours: theirs for ours, _, theirs in rows if theirs} == META
 
 
+def test_number_of_wrong_models():
+    from tests.test_mutants import CASTS, IN_CHUNKS, IN_ONE_PASS
+
+    number = len(IN_ONE_PASS) + len(IN_CHUNKS) + len(CASTS)
+    assert f"| {number} wrong models:" in README
+
+
 def test_line_counts_of_the_reading_order():
     counts = re.findall(r"`([\w/]+\.py)` \((\d+) lines\)", README)
     assert "llama_mini/model.py" in dict(counts)
@@ -26,9 +33,10 @@ def test_line_counts_of_the_reading_order():
         assert len((ROOT / file).read_text().splitlines()) == int(lines), file
 
 
-@pytest.mark.parametrize("path", re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README) or [None])
-def test_pictures_are_there(path):
-    assert path is None or (ROOT / path).is_file()
+def test_pictures_are_there():
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    assert pictures
+    assert all((ROOT / picture).is_file() for picture in pictures)
 
 
 def test_options_of_the_commands_exist():
