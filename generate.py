@@ -62,6 +62,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--stats", action="store_true", help="print sizes, seconds and tokens/s to standard error"
     )
     options = parser.parse_args(arguments)
+    if not isinstance(options.prompt, str):  # "--prompt=--", which argparse makes an empty list of
+        options.prompt = "--"
     if options.system is not None and not options.chat:
         parser.error("--system goes with --chat")
     return options
@@ -98,7 +100,7 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     require_sampling(*sampling)
     if options.seed is not None and not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed {options.seed}: it must lie between 0 and 2^63 - 1")
-    source = options.model or WEIGHTS
+    source = WEIGHTS if options.model is None else options.model
     if options.model is None and not WEIGHTS.is_dir():
         raise FileNotFoundError(f"no checkpoint is in {WEIGHTS}: name one with --model FOLDER")
     prompt = read_prompt(options.prompt) if rank == 0 else ""  # of one standard input, one reads
@@ -158,6 +160,8 @@ def read_prompt(text: str) -> str:
     """The prompt itself, or standard input for "-", less the line break that ends it."""
     if text != "-":
         return text
+    if sys.stdin is None:
+        raise ValueError("--prompt - reads standard input, and that is closed")
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:

@@ -45,6 +45,8 @@ class KVCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        if batch < 1 or capacity < 1:
+            raise ValueError(f"batch {batch} and capacity {capacity} must be 1 or more")
         shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
         blocks = range(config.num_hidden_layers)
         self.keys = [torch.empty(shape, device=device, dtype=dtype) for _ in blocks]

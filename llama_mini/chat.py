@@ -64,7 +64,9 @@ def _read_template(folder: Path) -> tuple[Path, str]:
             raise ValueError(f"{path}: chat_template lists no names and templates") from None
         template = named.get("default")
         if template is None:
-            raise ValueError(f"{path} has chat templates {sorted(named)} and none named default")
+            raise ValueError(
+                f"{path} has chat templates {sorted(map(str, named))} and none named default"
+            )
     if template is None:
         raise ValueError(
             f"{folder} has no chat template (chat_template.jinja, or chat_template in "

@@ -101,7 +101,7 @@ def translate(name: str, table: dict[str, str]) -> str | None:
     """The name of a parameter by a table from one scheme to another, or None where the table has
     no such name.
     """
-    block = re.search(r"\.([0-9]+)\.", name)
+    block = re.search(r"\.([0-9]{1,9})\.", name)
     pattern = name.replace(block[0], ".N.", 1) if block else name
     there = table.get(pattern.removesuffix(".weight"))
     if there is None or not name.endswith(".weight") or (".N." in there) != bool(block):
@@ -197,7 +197,7 @@ def build(config: LlamaConfig, stored: dict[str, Stored], table: dict[str, str])
     files = sorted({tensor.file for tensor in stored.values()})
     folder = files[0].parent
     where = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
-    numbers = [re.match(r"blocks\.([0-9]+)\.", name) for name in stored]
+    numbers = [re.match(r"blocks\.([0-9]{1,9})\.", name) for name in stored]
     blocks = 1 + max((int(number[1]) for number in numbers if number), default=-1)
     if blocks != config.num_hidden_layers:
         problems.append(

@@ -17,6 +17,8 @@ def run_command(command: Callable[[], int | None], who: str = "") -> int:
 
     130 after Ctrl-C; 0 when the reader of standard output has gone. `who` begins the line.
     """
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
     try:
@@ -32,6 +34,9 @@ def run_command(command: Callable[[], int | None], who: str = "") -> int:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
         reason = " ".join(str(error).split()) or type(error).__name__
+        # What a file says may end up in it: no escape codes to the terminal, and no end of it.
+        reason = "".join(c if c.isprintable() else "\ufffd" for c in reason)
+        reason = reason if len(reason) <= 4000 else f"{reason[:4000]} ..."
         print(f"error: {who}{reason}", file=sys.stderr)
         return 1
 

@@ -58,14 +58,13 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_KEYS:
             raise ValueError(
-                f"rope_type is {self.rope_type!r}: this RoPE scaling is not supported; supported: "
+                f"rope_type is {short(self.rope_type)}: this RoPE scaling is not supported; supported: "
                 f"{', '.join(ROPE_KEYS)}"
             )
         for key in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"):
             _require_positive(key, getattr(self, key), int, float)
-            object.__setattr__(
-                self, key, float(getattr(self, key))
-            )  # torch takes ints of 64 bits only
+            # A float, since torch takes ints of 64 bits only.
+            object.__setattr__(self, key, float(getattr(self, key)))
         _require_positive(
             "original_max_position_embeddings", self.original_max_position_embeddings, int
         )
@@ -121,7 +120,7 @@ class LlamaConfig:
             _require_positive("sliding_window", self.sliding_window, int)
         if not isinstance(self.tie_word_embeddings, bool):
             raise ValueError(
-                f"tie_word_embeddings must be true or false, not {self.tie_word_embeddings!r}"
+                f"tie_word_embeddings must be true or false, not {short(self.tie_word_embeddings)}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -131,7 +130,7 @@ class LlamaConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype is {short(self.dtype)}: it must be one of {', '.join(DTYPES)}")
 
     def parameter_count(self) -> int:
         """The number of parameters of a model of this shape, a tied head counted once."""
@@ -221,7 +220,9 @@ def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     """Token ids as configs write them: a number, a list or null; -1 in old files is none."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
-        raise ValueError(f"{key} must be a token id, a list of token ids or null, not {value!r}")
+        raise ValueError(
+            f"{key} must be a token id, a list of token ids or null, not {short(value)}"
+        )
     return tuple(token for token in ids if token >= 0)
 
 
@@ -272,7 +273,7 @@ def _rope(given: dict[str, Any]) -> RopeConfig:
 
 def _rope_fields(key: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise ValueError(f"{key} must be a JSON object, not {values!r}")
+        raise ValueError(f"{key} must be a JSON object, not {short(values)}")
     fields = {name: value for name, value in values.items() if value is not None}
     names = {
         fields.pop(name) for name in ("type", "rope_type") if isinstance(fields.get(name), str)
@@ -290,7 +291,7 @@ def _rope_fields(key: str, values: Any) -> dict[str, Any]:
     for name, value in fields.items():
         if name != "rope_theta" and name not in ROPE_KEYS[rope_type]:
             raise ValueError(
-                f"{key}: {name} is {value!r}: this key is not known for rope_type {rope_type!r}"
+                f"{key}: {name} is {short(value)}: this key is not known for rope_type {rope_type!r}"
             )
     return {**fields, "rope_type": rope_type}
 
@@ -300,16 +301,16 @@ def _window(given: dict[str, Any], family: str) -> int | None:
     window, layers = given.get("sliding_window"), given.get("layer_types", [])
     full, sliding = "full_attention", "sliding_attention"
     if not isinstance(layers, list) or any(layer not in (full, sliding) for layer in layers):
-        raise ValueError(f"layer_types is {layers!r}: only {full} is supported")
+        raise ValueError(f"layer_types is {short(layers)}: only {full} is supported")
     if sliding in layers and window is None:
         raise ValueError(f"layer_types names {sliding}, and no sliding_window says how wide")
     if family == "qwen3":
         asked = given.get("use_sliding_window", False)
         if not isinstance(asked, bool):
-            raise ValueError(f"use_sliding_window must be true or false, not {asked!r}")
+            raise ValueError(f"use_sliding_window must be true or false, not {short(asked)}")
         first = given.get("max_window_layers", 28)
         if type(first) is not int:
-            raise ValueError(f"max_window_layers must be an integer, not {first!r}")
+            raise ValueError(f"max_window_layers must be an integer, not {short(first)}")
         _require_positive("num_hidden_layers", given["num_hidden_layers"], int)
         # Blocks from max_window_layers on have it, unless layer_types says which.
         active = sliding in layers if layers else first < given["num_hidden_layers"]
@@ -347,8 +348,8 @@ def _from_meta(given: dict[str, Any]) -> dict[str, Any]:
         )
     elif scaled is not False or factor is not None:
         raise ValueError(
-            f"use_scaled_rope is {scaled!r}, and rope_scale_factor is {factor!r}: true goes with a "
-            "factor, false with none"
+            f"use_scaled_rope is {short(scaled)}, and rope_scale_factor is {short(factor)}: true goes "
+            "with a factor, false with none"
         )
     # The file does not say how long a context is: Llama 3.1's, Llama 3's or Llama 2's, by what it
     # does say.

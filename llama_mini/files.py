@@ -6,7 +6,14 @@ from pathlib import Path
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file under a temporary name, which becomes `path` when it is whole."""
+    """Let `write` fill a file under a temporary name, which becomes `path` when it is whole.
+
+    A link stays, and the file that it leads to is replaced. A `ValueError` for a path that is there and
+    is not a file: a folder, a pipe, a device.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is there and is not a file: name another path")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

@@ -47,7 +47,9 @@ def sample(
     probabilities = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         kept, ids = probabilities.sort(descending=True, stable=True)
-        kept[kept.cumsum(-1) - kept >= top_p] = 0
+        beyond = kept.cumsum(-1) - kept >= top_p
+        beyond[..., 0] = False  # a top_p too small for float32 is 0 there
+        kept[beyond] = 0
         probabilities = torch.zeros_like(probabilities).scatter(-1, ids, kept)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
@@ -76,13 +78,16 @@ def stream(
     require_sampling(temperature, top_k, top_p)
     try:
         prompts = [[index(token) for token in prompt] for prompt in prompts]
+        stops = model.config.eos_token_id if stop_ids is None else map(index, stop_ids)
     except TypeError:
-        raise ValueError("prompts must be a list of prompts, each a list of token ids") from None
-    if stop_ids is None:
-        stop_ids = model.config.eos_token_id
+        raise ValueError(
+            "prompts must be a list of prompts, each a list of token ids, and stop_ids a list of ids"
+        ) from None
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"vocab_size is {vocab_size}: it must be 1 or more; None is all of it")
     require_prompts(model.config, prompts, max_new_tokens)
     sampling = (temperature, top_k, top_p, generator)
-    return _stream(model, prompts, max_new_tokens, frozenset(stop_ids), vocab_size, sampling, agree)
+    return _stream(model, prompts, max_new_tokens, frozenset(stops), vocab_size, sampling, agree)
 
 
 def generate(

@@ -120,6 +120,8 @@ def compare(
             raise ValueError(
                 f"{name} is {tuple(a.shape)} in the reference and {tuple(b.shape)} in the other"
             )
+        if a.is_complex() or b.is_complex():
+            raise ValueError(f"{name} is complex: compare real and imaginary parts apart")
         a, b = a.double(), b.to(a.device).double()
         same = (a == b) | (a.isnan() & b.isnan())
         distance = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -134,7 +136,7 @@ def compare(
 
 
 def _forward_order(name: str) -> tuple[int, int, int, str]:
-    block = re.fullmatch(r"blocks\.(\d+)(?:\.(.+))?", name)
+    block = re.fullmatch(r"blocks\.(\d{1,9})(?:\.(.+))?", name)
     if block:
         part = block[2]
         place = IN_BLOCK.index(part) if part in IN_BLOCK else len(IN_BLOCK)

@@ -196,6 +196,8 @@ def _content(token: Any) -> str:
     content = token["content"] if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise TypeError(f"{token!r} is not a token")
+    if any("\ud800" <= character <= "\udfff" for character in content):
+        raise TypeError(f"{content!r} is not valid Unicode")
     return content
 
 

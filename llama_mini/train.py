@@ -60,6 +60,8 @@ class Recipe:
         for name, value in asdict(self).items():
             if not least.get(name, 1) <= value < math.inf:
                 raise ValueError(f"{option(name)} {value}: it must be {least.get(name, 1)} or more")
+        if self.threads > 1024:  # far more end the process inside torch
+            raise ValueError(f"--threads {self.threads}: it must be 1024 or fewer")
         if self.warmup + self.decay > self.steps:
             raise ValueError(
                 f"--warmup {self.warmup} and --decay {self.decay} do not fit into --steps {self.steps}"
@@ -163,7 +165,10 @@ def read_state(out: Path, recipe: Recipe, corpus: str) -> dict[str, Any]:
         return {}
     try:
         state = torch.load(path, weights_only=True)
-        before, step = Recipe(**state["recipe"]), state["step"]
+        before, step = Recipe(**state["recipe"]), int(state["step"])
+        missing = {"corpus", "tokens", "seconds", "curve", "model", "optimizers"} - state.keys()
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except Exception as error:  # a damaged pickle raises many kinds
         raise ValueError(f"{path} cannot be read ({error}): delete it to start anew") from None
     if state["corpus"] != corpus:

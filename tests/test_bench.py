@@ -96,4 +96,5 @@ def test_errors(monkeypatch, capsys):
     assert "say what to measure: --norm" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--norm", "--device", "cuda"]) == 1
-    assert capsys.readouterr().err == "error: --device cuda: torch finds no such device here; use --device auto\n"
+    err = capsys.readouterr().err
+    assert err == "error: --device cuda: torch finds no such device here; use --device auto\n"

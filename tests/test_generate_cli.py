@@ -309,6 +309,34 @@ def test_device_and_dtype_are_chosen_by_what_is_there(monkeypatch, capsys):
         assert note in capsys.readouterr().err
 
 
+def test_tiny_sampling_values_are_greedy(checkpoint, capsys):
+    arguments = ("--prompt", "The", "--model", str(checkpoint), "--max-new-tokens", "8")
+    greedy = run(capsys, *arguments, "--temperature", "0")
+    for options in (("--temperature", "1e-320"), ("--top-p", "1e-320"), ("--top-p", "1e-46")):
+        assert run(capsys, *arguments, *options) == greedy
+
+
+def test_odd_command_lines(checkpoint, capsys, monkeypatch):
+    code, out, _ = run(capsys, "--prompt=--", "--model", str(checkpoint), "--max-new-tokens", "1")
+    assert code == 0
+    assert out.startswith("--")
+    code, _, err = run(capsys, "--prompt", "The", "--model", "")
+    assert code == 1
+    assert "there is no folder ''" in err
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = run(capsys, "--prompt", "-", "--model", str(checkpoint))
+    assert code == 1
+    assert "standard input" in err
+
+
+def test_what_a_file_says_cannot_drive_the_terminal(checkpoint, tmp_path, capsys):
+    folder = damaged(checkpoint, tmp_path, **{"\x1b[2Jkey": 1, "x" * 9000: 1})
+    code, _, err = run(capsys, "--prompt", "The", "--model", str(folder))
+    assert code == 1
+    assert "\x1b" not in err
+    assert len(err) < 4100
+
+
 @pytest.mark.parametrize("seed", ["-1", str(2**63), "9" * 40])
 def test_a_seed_out_of_range_is_named(checkpoint, capsys, seed):
     code, _, err = run(capsys, "--prompt", "The", "--model", str(checkpoint), "--seed", seed)

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from llama_mini.checkpoint import HUGGING_FACE, META
 
 ROOT = Path(__file__).resolve().parents[1]
