@@ -106,11 +106,20 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     prompt = read_prompt(options.prompt) if rank == 0 else ""  # of one standard input, one reads
     seed = torch.seed() if options.seed is None else options.seed
     device, agree = choose_device(options.device), None
+    unread: list[BrokenPipeError] = []
     if size > 1:
         from llama_mini.parallel import load_parallel, start
 
         ranks = start(device)
-        device, load_model, agree = ranks.device, partial(load_parallel, ranks), ranks.first
+
+        def agree_on(ids: torch.Tensor) -> torch.Tensor:
+            """What rank 0 drew; where nobody reads it any more, all ranks end at the same step."""
+            ids = ranks.first(torch.full_like(ids, -1) if unread else ids)
+            if ids[0] < 0:
+                raise BrokenPipeError
+            return ids
+
+        device, load_model, agree = ranks.device, partial(load_parallel, ranks), agree_on
         prompt, seed = ranks.agree((prompt, seed))
         if rank > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -142,14 +151,18 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
         agree=agree,
     )
     decoder = tokenizer.stream_decoder([] if options.chat else ids)
-    if not options.chat:
-        print(prompt, end="", flush=True)
     times = [time.perf_counter()]
     try:
+        if not options.chat:
+            print(prompt, end="", flush=True)
         for (token,) in steps:
             times.append(time.perf_counter())
             if token is not None:
                 print(decoder.push(token), end="", flush=True)
+    except BrokenPipeError as error:
+        unread.append(error)
+        next(steps, None)
+        raise
     finally:
         print(decoder.flush(), flush=True)
     if options.stats and rank == 0:

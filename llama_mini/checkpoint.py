@@ -121,14 +121,10 @@ def load_model(
     `ValueError` for what is not supported, before a weight is read, and for tensors that do not fit
     the config: one error lists every one that is missing, unexpected or of another shape.
     """
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(
-            f"dtype is {dtype!r}: it must be one of {', '.join(map(str, DTYPES.values()))}"
-        )
     checkpoint = open_checkpoint(folder_or_hub_id)
     model = build(*checkpoint)
     model.load_state_dict(read_state(checkpoint, device, dtype), assign=True)
-    return model.eval()
+    return model.eval().requires_grad_(False)  # or a cache would keep every step's graph alive
 
 
 def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
@@ -244,15 +240,19 @@ def read_state(
     part: Callable[[str, Any], Tensor] | None = None,
 ) -> dict[str, nn.Parameter]:
     """The parameters of a checkpoint that `build` has checked; `dtype` and `part` as for `load_model`
-    and `read_tensors`. For inference: without gradients, which a cache would keep alive.
+    and `read_tensors`.
     """
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(
+            f"dtype is {dtype!r}: it must be one of {', '.join(map(str, DTYPES.values()))}"
+        )
     config, stored, table = checkpoint
     if dtype is None:  # what the config names, or else that of the embedding
         own = DTYPES[next(stored[name].dtype for name in TIED if name in stored)]
         dtype = own if config.dtype is None else getattr(torch, config.dtype)
     interleaved = config if table is META else None
     state = {
-        name: nn.Parameter(tensor, requires_grad=False)
+        name: nn.Parameter(tensor)
         for name, tensor in read_tensors(stored, device, dtype, interleaved, part)
     }
     if config.tie_word_embeddings:

@@ -255,4 +255,4 @@ def load_parallel(
 
     model = split(checkpoint.config, ranks)
     model.load_state_dict(read_state(checkpoint, device, dtype, part), assign=True)
-    return model.eval()
+    return model.eval().requires_grad_(False)

@@ -1,5 +1,6 @@
 """Two and four ranks against one process: the same logits and text, a share of the memory, an end."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -94,6 +95,7 @@ def observe(model: Llama, ranks: Ranks | None) -> dict:
         "cached": torch.cat(chunks, 1),
         "greedy": generate(model, PROMPTS, 6, stop_ids=(), agree=agree),
         "drawn": generate(model, PROMPTS, 6, stop_ids=(), agree=agree, **draw),
+        "gradients": any(p.requires_grad for p in model.parameters()),
         "bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         "norm bytes": sum(
             p.numel() * p.element_size() for n, p in model.named_parameters() if "norm" in n
@@ -101,12 +103,12 @@ def observe(model: Llama, ranks: Ranks | None) -> dict:
     }
 
 
-def worker(rank: int, size: int, port: int, folders: dict[str, Path], out: Path) -> None:
+def worker(rank: int, size: int, ports: list[int], folders: dict[str, Path], out: Path) -> None:
     """One rank (or the one process) observes every checkpoint; then one rank ends, or stops."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"LLAMA_MINI_TIMEOUT": str(LIMIT), "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ |= {"MASTER_PORT": str(ports[0]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["LLAMA_MINI_TIMEOUT"] = str(LIMIT)
     ranks = start(CPU) if size > 1 else None
     load = partial(load_parallel, ranks) if ranks else load_model
     seen = {"agreed": ranks.agree(f"rank {rank}") if ranks else None}
@@ -124,7 +126,7 @@ def worker(rank: int, size: int, port: int, folders: dict[str, Path], out: Path)
     dist.barrier()
     dist.destroy_process_group()
 
-    os.environ |= {"TORCHELASTIC_RESTART_COUNT": "1", "LLAMA_MINI_TIMEOUT": str(PATIENCE)}
+    os.environ |= {"MASTER_PORT": str(ports[1]), "LLAMA_MINI_TIMEOUT": str(PATIENCE)}
     ranks = start(CPU)
     ranks.sum(torch.ones(1))
     if size == 2 and rank == 0:
@@ -140,13 +142,18 @@ def worker(rank: int, size: int, port: int, folders: dict[str, Path], out: Path)
     os._exit(0)
 
 
+def keep_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def observe_all(size: int, folders: dict[str, Path], out: Path) -> list[dict]:
     """What each of `size` processes saw."""
-    # The store is kept here, as torchrun keeps it, so that it outlives every rank.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # The stores are kept here, as torchrun keeps one, so that they outlive every rank.
+    stores = [keep_store(), keep_store()]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["llama_mini.parallel"])  # torch is imported once
-    arguments = [(rank, size, store.port, folders, out) for rank in range(size)]
+    ports = [store.port for store in stores]
+    arguments = [(rank, size, ports, folders, out) for rank in range(size)]
     processes = [context.Process(target=worker, args=each, daemon=True) for each in arguments]
     end = time.monotonic() + LIMIT
     for process in processes:
@@ -173,77 +180,76 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def whole(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What one process sees."""
-    return observe_all(1, folders, tmp_path_factory.mktemp("whole"))[0]
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def seen(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory) -> list[dict]:
-    """What each rank saw."""
-    if request.param == 4:
-        folders = {"tied": folders["tied"]}
-    return observe_all(request.param, folders, tmp_path_factory.mktemp("ranks"))
+def seen(folders: dict[str, Path], tmp_path_factory) -> dict[int, list[dict]]:
+    """What each of one, two and four processes saw."""
+    runs = {1: folders, 2: folders, 4: {"tied": folders["tied"]}}
+    return {
+        size: observe_all(size, some, tmp_path_factory.mktemp("seen"))
+        for size, some in runs.items()
+    }
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).abs().max() / one.abs().max()).item()
 
 
-ONE_PROCESS = [(2, "tied"), (2, "qwen"), (2, "meta"), (2, "stories260K"), (4, "tied")]
+RUNS = [(2, "tied"), (2, "qwen"), (2, "meta"), (2, "stories260K"), (4, "tied")]
 
 
-@pytest.mark.parametrize(("seen", "name"), ONE_PROCESS, indirect=["seen"])
-def test_ranks_compute_what_one_process_does(seen: list[dict], whole: dict, name: str) -> None:
-    if name not in whole:
+@pytest.mark.parametrize(("size", "name"), RUNS)
+def test_ranks_compute_what_one_process_does(seen: dict, size: int, name: str) -> None:
+    if name not in seen[1][0]:
         pytest.skip(f"{STORIES.name} is not in ../shared/checkpoints")
-    for rank in seen:
+    whole, first = seen[1][0][name], seen[size][0][name]
+    for rank in seen[size]:
         # Observed: at most 1e-6 of the largest logit.
-        assert distance(whole[name]["logits"], rank[name]["logits"]) < 5e-6
-        assert distance(whole[name]["logits"], rank[name]["cached"]) < 5e-6
-        assert rank[name]["greedy"] == whole[name]["greedy"]
+        assert distance(whole["logits"], rank[name]["logits"]) < 5e-6
+        assert distance(whole["logits"], rank[name]["cached"]) < 5e-6
+        assert rank[name]["greedy"] == whole["greedy"]
         # Between ranks it is the same bits, and what they draw with different seeds is rank 0's.
-        assert torch.equal(rank[name]["logits"], seen[0][name]["logits"])
-        assert rank[name]["drawn"] == seen[0][name]["drawn"]
-    assert seen[0][name]["drawn"] != seen[0][name]["greedy"]
+        assert torch.equal(rank[name]["logits"], first["logits"])
+        assert rank[name]["drawn"] == first["drawn"]
+        assert not rank[name]["gradients"]
+    assert first["drawn"] != first["greedy"]
 
 
-@pytest.mark.parametrize(("seen", "name"), ONE_PROCESS, indirect=["seen"])
-def test_every_rank_holds_its_share(seen: list[dict], whole: dict, name: str) -> None:
-    if name not in whole:
+@pytest.mark.parametrize(("size", "name"), RUNS)
+def test_every_rank_holds_its_share(seen: dict, size: int, name: str) -> None:
+    if name not in seen[1][0]:
         pytest.skip(f"{STORIES.name} is not in ../shared/checkpoints")
-    size, parts = len(seen), [rank[name]["bytes"] for rank in seen]
-    for part in parts:  # observed: OBSERVED of an equal share; the vocabulary may not divide
-        assert 0.98 < part * size / whole[name]["bytes"] < 1.03
+    whole, parts = seen[1][0][name], [rank[name]["bytes"] for rank in seen[size]]
+    for part in parts:  # observed: 1.0017 to 1.0083 of an equal share
+        assert 1 < part * size / whole["bytes"] < 1.02
     # Everything once, and the norms on every rank.
-    assert sum(parts) == whole[name]["bytes"] + (size - 1) * whole[name]["norm bytes"]
+    assert sum(parts) == whole["bytes"] + (size - 1) * whole["norm bytes"]
 
 
-@pytest.mark.parametrize("seen", [2], indirect=True)
-def test_the_peak_of_a_rank_is_its_share(seen: list[dict], whole: dict) -> None:
-    """Of 200 MB in float32, read from bfloat16; libraries, which every process has, do not count."""
-    for rank in seen:  # observed: OBSERVED
-        assert 0.5 < rank["grown"] / whole["grown"] < 0.62
+def test_the_peak_of_a_rank_is_its_share(seen: dict) -> None:
+    """Of 160 MB in float32, read from bfloat16; libraries, which every process has, do not count."""
+    for rank in seen[2]:  # observed: 0.491
+        assert 0.4 < rank["grown"] / seen[1][0]["grown"] < 0.62
 
 
-def test_rank_0_speaks_for_all(seen: list[dict]) -> None:
-    assert {rank["agreed"] for rank in seen} == {"rank 0"}
+@pytest.mark.parametrize("size", [2, 4])
+def test_rank_0_speaks_for_all(seen: dict, size: int) -> None:
+    assert {rank["agreed"] for rank in seen[size]} == {"rank 0"}
 
 
-def test_a_rank_that_ends_or_stops_is_named_in_time(seen: list[dict]) -> None:
-    failed = {2: 0, 4: 3}[len(seen)]
-    others = [rank for number, rank in enumerate(seen) if number != failed]
-    for rank in others:
-        assert rank["error"].startswith(f"rank {failed} of {len(seen)} ended, or did not answer")
-        assert rank["waited"] < 3 * PATIENCE
+@pytest.mark.parametrize(("size", "failed"), [(2, 0), (4, 3)], ids=["rank 0 ends", "rank 3 stops"])
+def test_a_rank_that_ends_or_stops_is_named_in_time(seen: dict, size: int, failed: int) -> None:
+    for number, rank in enumerate(seen[size]):
+        if number != failed:
+            assert rank["error"].startswith(f"rank {failed} of {size} ended, or did not answer")
+            assert rank["waited"] < 3 * PATIENCE
 
 
 def test_the_end_of_the_store_is_one_line() -> None:
-    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    kept = keep_store()
     store = dist.TCPStore("127.0.0.1", kept.port, timeout=timedelta(seconds=PATIENCE))
     del kept
-    with pytest.raises(RuntimeError, match="^torchrun, or rank 0 .* has ended$"):
-        Ranks(1, 2, CPU, PATIENCE, store).sum(torch.ones(1))
+    expected = r"^torchrun, or rank 0 .* has ended$"
+    with pytest.raises(RuntimeError, match=expected), Ranks(1, 2, CPU, 1, store)._naming():
+        raise RuntimeError("a collective that failed")
 
 
 def test_the_plan_names_every_parameter() -> None:
@@ -287,12 +293,12 @@ def test_every_rank_of_an_allowed_number_has_a_token(vocab_size: int) -> None:
 
 
 def test_uneven_shares_are_refused_on_loading(folders: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match="^3 ranks"):
+    with pytest.raises(ValueError, match=r"^3 ranks"):
         load_parallel(Ranks(0, 3, CPU, 1, dist.HashStore()), folders["tied"])
 
 
 def test_a_dtype_that_is_no_float_is_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match="dtype is torch.int8"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8"):
         load_parallel(Ranks(0, 2, CPU, 1, dist.HashStore()), folders["tied"], dtype=torch.int8)
 
 
@@ -353,7 +359,8 @@ def running(endless: Path, drawn: bytes) -> Iterator[subprocess.Popen]:
         assert process.stdout.read(len(drawn) - 1) == drawn[:-1]  # the end of line comes last
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
@@ -375,6 +382,12 @@ def test_ctrl_c_ends_all_ranks_and_keeps_the_text(running: subprocess.Popen) -> 
     rest, stderr = running.communicate(timeout=LIMIT)
     assert rest.endswith(b"\n")
     assert b"error: rank" not in stderr, stderr.decode()
+
+
+def test_a_closed_pipe_ends_all_ranks_quietly(running: subprocess.Popen) -> None:
+    running.stdout.close()
+    assert b"rror" not in running.stderr.read()
+    assert running.wait(LIMIT) == 0
 
 
 def test_a_killed_rank_ends_the_run(running: subprocess.Popen) -> None:
