@@ -8,6 +8,7 @@ import pytest
 from llama_mini.chat import chat_prompt, render
 from llama_mini.tokenizer import Tokenizer, load_tokenizer
 
+from .fixtures import require
 from .test_tokenizer import LLAMA3_TOKENS, write_byte_level, write_json, write_llama2_json
 
 CHATML = """\
@@ -134,7 +135,7 @@ def test_known_prompt(folders: dict[str, Path], kind: str, expected: str) -> Non
 def test_same_ids_as_transformers(
     folders: dict[str, Path], kind: str, system: str | None, prompt: str
 ) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    transformers = require("transformers")
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
@@ -183,7 +184,7 @@ def test_the_mark_may_be_in_the_prompt(folders: dict[str, Path]) -> None:
     assert prompt in tokenizer.decode(ids)
 
 
-# T5: where the template comes from
+# Where the template comes from
 
 
 def test_jinja_file_wins(folders: dict[str, Path], tmp_path: Path) -> None:

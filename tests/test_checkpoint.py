@@ -81,10 +81,17 @@ def check(model: Llama, weights: dict[str, Tensor]) -> None:
         assert torch.equal(weight, weights[name]), name
 
 
-def complaint(folder: Path, kind: type[Exception] = ValueError) -> str:
-    """The error for this folder, which is one line that names it."""
-    with pytest.raises(kind) as error:
-        load_model(folder)
+def read_nothing(*_: object) -> None:
+    raise AssertionError("a tensor was read")
+
+
+def complaint(folder: Path, kind: type[Exception] = ValueError, reads: bool = False) -> str:
+    """The error for this folder, which is one line that names it, and comes before a tensor is read."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not reads:
+            patch.setattr("llama_mini.checkpoint.read_tensors", read_nothing)
+        with pytest.raises(kind) as error:
+            load_model(folder)
     message = str(error.value)
     assert str(folder) in message
     assert "\n" not in message
@@ -98,7 +105,22 @@ def test_every_parameter_has_the_stored_values(tmp_path):
     check(model, weights)
 
 
-# W1: the head and the embedding
+def test_a_loaded_model_is_for_inference(tmp_path):
+    """A parameter with gradients would keep every forward pass alive in a cache."""
+    for tied in (False, True):
+        write(tmp_path, tensors(tie_word_embeddings=tied), tie_word_embeddings=tied)
+        model = load_model(tmp_path)
+        assert [name for name, weight in model.named_parameters() if weight.requires_grad] == []
+        assert not model(torch.tensor([[1, 2, 3]])).requires_grad
+
+
+def test_the_guard_against_reading_can_fail(tmp_path, monkeypatch):
+    monkeypatch.setattr("llama_mini.checkpoint.read_tensors", read_nothing)
+    with pytest.raises(AssertionError, match="a tensor was read"):
+        load_model(write(tmp_path, tensors()))
+
+
+# The head and the embedding
 
 
 def test_tied_and_absent(tmp_path):
@@ -120,7 +142,7 @@ def test_tied_and_different_is_refused(tmp_path):
     weights = tensors()
     weights[HEAD] = weights[EMBED].clone()
     weights[HEAD][63, 31] += 1e-6
-    message = complaint(write(tmp_path, weights, tie_word_embeddings=True))
+    message = complaint(write(tmp_path, weights, tie_word_embeddings=True), reads=True)
     assert (
         "tie_word_embeddings is true, and lm_head.weight differs from model.embed_tokens.weight"
         in message
@@ -163,7 +185,7 @@ def test_untied_and_absent_is_an_error(tmp_path, null):
     assert "tie_word_embeddings is false" in message
 
 
-# W2, W3: shards
+# Shards
 
 
 def test_shards(tmp_path):
@@ -257,7 +279,6 @@ def test_one_file_wins_over_an_index(tmp_path):
     "name", ["consolidated.safetensors", "consolidated.00.safetensors", "extra.safetensors"]
 )
 def test_files_that_the_index_does_not_name_are_not_opened(tmp_path, name, one):
-    """W3"""
     weights = tensors()
     if one:
         write(tmp_path, weights)
@@ -268,7 +289,7 @@ def test_files_that_the_index_does_not_name_are_not_opened(tmp_path, name, one):
     check(load_model(tmp_path), weights)
 
 
-# W4: what other loaders would take for weights
+# What other loaders would take for weights
 
 
 @pytest.mark.parametrize(
@@ -292,7 +313,7 @@ def test_quantisation_in_the_config_is_refused_by_name(tmp_path, key, quantisati
     assert f"{key} is {quantisation}: that would take dequantising" in message
 
 
-# W5: other tensors
+# Tensors that are no weights of this decoder
 
 
 def test_stored_frequencies_are_ignored(tmp_path):
@@ -347,7 +368,6 @@ def test_any_other_tensor_is_an_error(tmp_path, name):
     "name", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "input_layernorm"]
 )
 def test_a_bias_without_a_flag_is_refused_by_name(tmp_path, name):
-    """C5"""
     weights = {**tensors(), f"model.layers.1.{name}.bias": torch.zeros(32)}
     message = complaint(write(tmp_path, weights))
     assert (
@@ -505,7 +525,7 @@ def test_an_adapter_is_not_a_model(tmp_path):
     assert "no config.json (Hugging Face)" in complaint(tmp_path, FileNotFoundError)
 
 
-# W6: dtypes
+# Dtypes
 
 
 def mixed() -> dict[str, Tensor]:
@@ -545,7 +565,7 @@ def test_a_dtype_that_cannot_be_computed_in(tmp_path, dtype):
         load_model(tmp_path, dtype=dtype)
 
 
-# W7: memory
+# Memory
 
 MEASURE = """
 import re, resource, sys, torch
@@ -571,7 +591,7 @@ print(size, peak() - before)
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_a_load_never_holds_two_copies(tmp_path, stored):
-    """W7: in float32, mapped from a file in float32, or converted from one in bfloat16."""
+    """In float32, mapped from a file in float32, or converted from one in bfloat16."""
     shape = {
         "vocab_size": 4000,
         "hidden_size": 1024,

@@ -4,6 +4,7 @@ Each row of HUB is a config.json as the hub has it, with its odd keys, only with
 of the sizes are kept. It stands for the style of transformers 4; save_pretrained writes that of 5.
 """
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from llama_mini import LlamaConfig, generate, load_model, load_tokenizer
 
@@ -373,15 +375,22 @@ def written(tmp_path_factory) -> Written:
     return Written(tmp_path_factory.mktemp("families"))
 
 
+TOKENS = draw_tokens((2, 32), seed=0, vocab_size=VOCAB)
+
+
+@functools.cache
+@torch.inference_mode()
+def reference_logits(folder: Path, dtype: torch.dtype) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model(TOKENS).logits
+
+
 @torch.inference_mode()
 def check(folder: Path, reference_folder: Path, dtype: torch.dtype) -> None:
     """Fail unless our logits of `folder` are those of transformers of `reference_folder`, bit for bit."""
-    reference = transformers.AutoModelForCausalLM.from_pretrained(reference_folder, dtype=dtype)
-    tokens = draw_tokens((2, 32), seed=0, vocab_size=VOCAB)
-    model = load_model(folder, dtype=dtype)
-    logits = model(tokens)
+    logits = load_model(folder, dtype=dtype)(TOKENS)
     assert logits.dtype is dtype
-    assert torch.equal(logits, reference(tokens).logits)
+    assert torch.equal(logits, reference_logits(reference_folder, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -402,7 +411,8 @@ def test_family_as_the_hub_has_it(written, family, tmp_path):
     config = LlamaConfig.from_checkpoint(tmp_path)
     assert config.rope == LlamaConfig.from_checkpoint(written(family)).rope
     assert config.tie_word_embeddings == HUB[family].get("tie_word_embeddings", False)
-    check(tmp_path, written(family), torch.float32)
+    for dtype in DTYPES:
+        check(tmp_path, written(family), dtype)
     model = load_model(tmp_path)
     assert model.embed.weight.dtype is getattr(torch, HUB[family]["torch_dtype"])
     assert (model.lm_head.weight is model.embed.weight) == config.tie_word_embeddings

@@ -15,13 +15,9 @@ import torch
 
 import generate as cli
 from llama_mini import generate, load_model, load_tokenizer
+from tests.fixtures import STORIES260K_TEXT
 
 ROOT = Path(__file__).resolve().parents[1]
-GREEDY = (
-    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, "
-    "she saw a big, red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, "
-    "let's go to the park.\" Lily was sad and didn't know what to do"
-)
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -36,7 +32,7 @@ def test_known_text_of_a_real_checkpoint(stories260k, capsys):
         *("--prompt", "Once upon a time", "--model", str(stories260k), "--temperature", "0"),
     )
     assert code == 0
-    assert out.startswith(GREEDY)
+    assert out.startswith(STORIES260K_TEXT)
     assert err == ""
 
 
@@ -396,12 +392,12 @@ def test_a_closed_pipe_ends_quietly(endless):
 
 
 def test_text_appears_as_it_is_made(endless):
-    process = start(endless, "--max-new-tokens", "3000")
+    process = start(endless, "--max-new-tokens", "1000")
     try:
         process.stdout.read(20)
         early = time.perf_counter()
         process.stdout.read()
-        assert time.perf_counter() - early > 0.2  # 3,000 tokens take longer than one buffer
+        assert time.perf_counter() - early > 0.1  # 1,000 tokens take longer than one buffer
     finally:
         process.kill()
         process.communicate()

@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -42,6 +43,11 @@ MODELS = {
     "owner/damaged": {"config.json": b"{}", INDEX: b"{"} | PICKLES,
     "owner/gated": {"config.json": b"{}", "model.safetensors": b"w"},
     "owner/broken": {"config.json": b"{}"},
+    # More than huggingface_hub reads at once (10 MiB), so that there is something to go on from.
+    "owner/cut": {
+        "config.json": b"{}",
+        "model.safetensors": random.Random(0).randbytes(12_000_000),
+    },
 }
 STATUS = {
     "owner/broken": (500, ""),
@@ -52,7 +58,7 @@ ONLINE = [
     ("owner/single", False),
     ("owner/single", True),
     ("owner/single", True),
-    *((name, True) for name in MODELS if name != "owner/single"),
+    *((name, True) for name in MODELS if name not in ("owner/single", "owner/cut")),
     ("owner/missing", True),
     ("owner/closed", True),
     ("owner/private", True),
@@ -62,7 +68,8 @@ OFFLINE += [("owner/absent", True), ("owner/absent", False)]
 # What a process of its own does, so that it has its own cache and settings; the package around
 # hub.py is left out, because importing torch takes longer than all that is tested here.
 SCRIPT = """
-import json, sys, types
+import json, sys, time, types
+time.sleep = lambda seconds: None  # huggingface_hub waits a second before it goes on
 sys.modules["llama_mini"] = types.ModuleType("llama_mini")
 sys.modules["llama_mini"].__path__ = ["llama_mini"]
 from llama_mini.hub import resolve
@@ -82,6 +89,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     requests: list[str]
+    resumes: bool  # whether the rest of owner/cut can be had
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
@@ -102,23 +110,43 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return self.answer_json(entries)
         if name == "owner/gated":  # a gated model can be listed by anyone
             return self.answer(403, "GatedRepo")
-        return self.answer(200, "", files["/".join(parts[4:])])
+        data = files["/".join(parts[4:])]
+        if name == "owner/cut" and self.command == "GET" and len(data) > 2:
+            return self.answer_in_part(data)
+        return self.answer(200, "", data)
+
+    def answer_in_part(self, data: bytes) -> None:
+        """Nearly all of a file, and then no more; the rest to those who ask for the rest."""
+        asked = self.headers.get("Range")
+        if asked is None:
+            self.answer(200, "", data, len(data) - 1_000_000)
+            self.close_connection = True
+        elif self.resumes:
+            first = int(asked.removeprefix("bytes=").removesuffix("-"))
+            self.requests.append(f"the rest from {first}")
+            self.answer(206, "", data[first:], of=f"bytes {first}-{len(data) - 1}/{len(data)}")
+        else:
+            self.answer(500, "")
 
     do_HEAD = do_GET  # noqa: N815
 
     def answer_json(self, value: Any) -> None:
         self.answer(200, "", json.dumps(value).encode())
 
-    def answer(self, status: int, error: str, data: bytes = b"") -> None:
+    def answer(
+        self, status: int, error: str, data: bytes = b"", sent: int | None = None, of: str = ""
+    ) -> None:
         self.send_response(status)
         if error:
             self.send_header("X-Error-Code", error)
+        if of:
+            self.send_header("Content-Range", of)
         self.send_header("ETag", f'"{etag(data)}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(data)
+            self.wfile.write(data[:sent])
 
     def log_message(self, *_: object) -> None:
         pass
@@ -247,6 +275,25 @@ def test_part_of_a_model_in_the_cache_is_not_taken_for_all(hub: str, tmp_path: P
     assert "tokenizer.json" in tokenizer["files"]
     assert model["error"] == "FileNotFoundError"
     assert "not (all) in the cache" in model["message"]
+
+
+def test_a_connection_that_is_cut(hub: str, tmp_path: Path) -> None:
+    """What could not be finished leaves nothing that looks whole, and a later run can finish it."""
+    call, whole = [("owner/cut", True)], MODELS["owner/cut"]["model.safetensors"]
+    Hub.resumes = False
+    (failed,), _ = run(call, tmp_path, HF_ENDPOINT=hub)
+    assert failed["error"] in ("FileNotFoundError", "ValueError")
+    assert "owner/cut" in failed["message"]
+    assert not list(tmp_path.rglob("model.safetensors"))
+    Hub.resumes = True
+    Hub.requests.clear()
+    (done,), _ = run(call, tmp_path, HF_ENDPOINT=hub)
+    assert (Path(done["folder"]) / "model.safetensors").read_bytes() == whole
+    # It went on from what it had, and what the first run had finished was not fetched again.
+    rest = [int(line.split()[-1]) for line in Hub.requests if line.startswith("the rest")]
+    assert len(rest) == 1
+    assert 0 < rest[0] < len(whole)
+    assert f"GET /owner/cut/resolve/{COMMIT}/config.json" not in Hub.requests
 
 
 # Folders

@@ -237,7 +237,7 @@ def test_qk_norm_stands_before_rotation():
     assert off(seen["normed"].norm(dim=-1), seen["q"].norm(dim=-1)) < 4e-6  # seen 4.8e-7
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 8192), (2, 2048)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 4096), (2, 2048)])
 def test_grouped_attention_takes_linear_memory_and_copies_no_key(monkeypatch, batch, length):
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -264,4 +264,4 @@ def test_grouped_attention_takes_linear_memory_and_copies_no_key(monkeypatch, ba
         Attend()(q, k, v, None)
     size = k.untyped_storage().nbytes()
     assert read == [size, size]  # as large as the keys, not as large as the queries
-    assert largest <= 4 * q.untyped_storage().nbytes()  # the scores are 1024 or 256 times as large
+    assert largest <= 4 * q.untyped_storage().nbytes()  # the scores are 512 or 256 times as large

@@ -295,6 +295,7 @@ WRONG = {
     "num_local_experts": 8,
     "parallel_attn": True,
     "partial_rotary_factor": 0.25,
+    "pruned_heads": {"0": [1]},
     "q_lora_rank": 1536,
     "qk_layernorm": True,
     "qkv_bias": True,
@@ -325,7 +326,6 @@ def test_a_key_that_asks_for_something_else_is_refused_by_name(tmp_path, key):
 @pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
 @pytest.mark.parametrize("value", [True, "false", 1, [], {}])
 def test_flags_of_biases(tmp_path, key, value):
-    """C5"""
     assert f"{key} is {value!r}" in refusal(tmp_path, {**LLAMA, key: value})
 
 
@@ -397,7 +397,7 @@ def test_no_key_that_transformers_writes_is_unknown(family):
     ],
 )
 def test_tensors_of_other_families_under_the_name_of_llama(tmp_path, names, words):
-    """C5: where no flag says so, the tensor is named."""
+    """Where no flag says so, the tensor is named."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     save_file({name: torch.zeros(4, 2) for name in names}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"does not fit") as error:

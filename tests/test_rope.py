@@ -83,7 +83,9 @@ def test_llama3_scaling():
     scaled = inverse_frequencies(LLAMA3, 64)
     ratio = scaled / plain
     assert torch.equal(scaled[:15], plain[:15])
-    assert ratio[15:18].tolist() == pytest.approx([0.60557, 0.30374, 0.10345], abs=1e-5)  # seen 3e-6
+    assert ratio[15:18].tolist() == pytest.approx(
+        [0.60557, 0.30374, 0.10345], abs=1e-5
+    )  # seen 3e-6
     assert torch.equal(scaled[18:], plain[18:] / 32)
     assert scaled[-1].item() == pytest.approx(9.4183e-8, rel=5e-6)  # seen 7e-7
 

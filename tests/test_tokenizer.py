@@ -1,4 +1,8 @@
-"""Text to ids and back, on small tokenizers trained here: SentencePiece, Llama-2 and Llama-3 styles."""
+"""Text to ids and back, on small tokenizers trained here, in the styles of Llama 2, Llama 3 and Qwen.
+
+Their own files are not here: what these tests say of a family, they say of files laid out as its files
+are (back end, normalizers, post-processor, settings), with a vocabulary of some hundred pieces.
+"""
 
 import base64
 import io
@@ -15,6 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from llama_mini.tokenizer import Tokenizer, load_tokenizer
 from tests.conftest import train_sentencepiece
+from tests.fixtures import require
 
 TEXT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park.",
@@ -156,7 +161,7 @@ def loaded(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 KINDS = ["sentencepiece", "llama2", "llama3", "qwen"]
 
 
-# T1: where the BOS goes
+# Where the BOS goes: on files in the style of each family
 
 
 @pytest.mark.parametrize(
@@ -222,7 +227,7 @@ def test_same_ids_as_transformers(
     folders: dict[str, Path], tmp_path: Path, kind: str, explicit: bool
 ) -> None:
     """Where `add_bos_token` and the file agree; transformers 5 ignores it beside a tokenizer.json."""
-    transformers = pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    transformers = require("transformers")
     for file in folders[kind].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((folders[kind] / "tokenizer_config.json").read_text())
@@ -241,7 +246,7 @@ def test_same_ids_as_transformers(
 
 def test_folder_saved_by_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
     """transformers 5 writes Llama's tokenizer anew, with Metaspace where version 4 had normalizers."""
-    transformers = pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    transformers = require("transformers")
     model = json.loads((folders["llama2"] / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     merges = [tuple(merge) for merge in model["merges"]]
     theirs = transformers.LlamaTokenizer(model["vocab"], merges, add_bos_token=True)
@@ -256,7 +261,7 @@ def test_folder_saved_by_transformers(folders: dict[str, Path], tmp_path: Path) 
         assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True)
 
 
-# T2: which file, and what is wrong with it
+# Which file, and what is wrong with it
 
 
 def test_tokenizer_json_wins(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -354,7 +359,7 @@ def test_padding_and_truncation_of_the_file_are_off(
         assert ids == load_tokenizer(folders["llama3"]).encode(text)
 
 
-# T3: streaming
+# Streaming
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -387,18 +392,32 @@ def test_stream_of_any_ids(loaded: dict[str, Tokenizer], kind: str, data: st.Dat
         assert prompt + added == whole
 
 
+def byte_ids(folder: Path, data: bytes) -> list[int]:
+    """The ids of the tokens that stand for one byte each."""
+    names = [f"<0x{byte:02X}>" for byte in data]
+    if (folder / "tokenizer.model").is_file():
+        model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        return [model.piece_to_id(name) for name in names]
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if model.token_to_id(names[0]) is None:  # GPT-2's alphabet of bytes
+        names = [{0xF0: "ð", 0x9F: "Ł", 0x98: "ĺ", 0xB8: "\u00b8"}[byte] for byte in data]
+    return [model.token_to_id(name) for name in names]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_character_of_four_bytes_shows_with_its_fourth(
-    loaded: dict[str, Tokenizer], kind: str
+    folders: dict[str, Path], loaded: dict[str, Tokenizer], kind: str
 ) -> None:
     tokenizer = loaded[kind]
-    ids = tokenizer.encode("𓂀", bos=False)[-4:]  # not in the training text: a token for each byte
+    ids = byte_ids(folders[kind], b"\xf0\x9f\x98\xb8")
+    assert len(set(ids)) == 4
     decoder = tokenizer.stream_decoder(tokenizer.encode("a"))
-    assert [decoder.push(token) for token in ids] == ["", "", "", "𓂀"]
+    assert [decoder.push(token) for token in ids] == ["", "", "", "😸"]
     assert decoder.flush() == ""
-    decoder = tokenizer.stream_decoder(tokenizer.encode("a"))
-    assert [decoder.push(token) for token in ids[:3]] == ["", "", ""]
-    assert (decoder.flush(), decoder.flush()) == ("\ufffd", "")
+    for length in (1, 2, 3):
+        decoder = tokenizer.stream_decoder(tokenizer.encode("a"))
+        assert [decoder.push(token) for token in ids[:length]] == [""] * length
+        assert (decoder.flush(), decoder.flush()) == ("\ufffd", "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -456,7 +475,7 @@ def test_vocab_size_counts_gaps(folders: dict[str, Path], tmp_path: Path) -> Non
     assert tokenizer.decode([0, 5, 7]) == "ab"
 
 
-# T4: control tokens in a prompt
+# Control tokens in a prompt
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -555,6 +574,25 @@ def test_added_tokens_of_sentencepiece(folders: dict[str, Path], tmp_path: Path)
     assert legacy == [423, *once]
 
 
+@pytest.mark.parametrize("token", [0, 420])
+def test_an_added_token_of_spaces_that_takes_in_more(
+    folders: dict[str, Path], tmp_path: Path, token: int
+) -> None:
+    """What it takes in on its left is spaces too; id 0 is an id like any other."""
+    model = (folders["sentencepiece"] / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    added = {str(token): {"content": "    ", "lstrip": True, "special": False}}
+    write_json(tmp_path / "tokenizer_config.json", added_tokens_decoder=added)
+    tokenizer = load_tokenizer(tmp_path)
+    bare = load_tokenizer(folders["sentencepiece"])
+    a = bare.encode("a", bos=False)
+    for text in ("    ", "      ", "\n    "):
+        assert tokenizer.encode(f"a{text}", bos=False) == [*a, token], text
+        assert tokenizer.encode(text, bos=False)[-1] == token
+    assert tokenizer.decode([*a, token]) == "a    "
+    assert token not in tokenizer.encode("a   ", bos=False)  # three are not four
+
+
 def test_tokens_named_only_beside_a_tokenizer_json(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -620,11 +658,8 @@ def test_lone_surrogate(loaded: dict[str, Tokenizer], kind: str) -> None:
         loaded[kind].encode("ab\ud83d")
 
 
-def test_real_checkpoint() -> None:
-    folder = Path(__file__).parents[2] / "shared" / "checkpoints" / "stories260K"
-    if not folder.is_dir():
-        pytest.skip("the stories260K checkpoint is not beside this repository")
-    tokenizer = load_tokenizer(folder)
+def test_real_checkpoint(stories260k: Path) -> None:
+    tokenizer = load_tokenizer(stories260k)
     ids = tokenizer.encode("Once upon a time")
     assert ids == [1, 403, 407, 261, 378]
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (512, 1, 2)

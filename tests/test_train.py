@@ -30,6 +30,8 @@ from llama_mini.evaluation import evaluate, evaluate_folder
 from llama_mini.muon import orthogonalise
 from llama_mini.train import STATE, Recipe, main, train
 
+from .fixtures import require
+
 TINY = Recipe(
     vocab_size=340,
     context=32,
@@ -163,7 +165,7 @@ def test_loads_here_and_learned_something(text, trained):
 
 
 def test_loads_in_transformers(trained):
-    transformers = pytest.importorskip("transformers")
+    transformers = require("transformers")
     theirs = transformers.LlamaForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
     tokens = torch.tensor([load_tokenizer(trained).encode("Tim saw a cat.")])
     with torch.no_grad():
@@ -356,7 +358,7 @@ def test_a_folder_belongs_to_one_training(text, trained, tmp_path):
 
 
 def test_compare_norms(text, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     arguments = ["--text", str(text), "--out", str(tmp_path), "--compare-norms", *OPTIONS]
     arguments += ["--steps", "6", "--decay", "2"]
     assert main(arguments) == 0
