@@ -20,11 +20,11 @@ Where the norms go: two in every block, and one before the head.
                  |
              final_norm --> lm_head --> logits (b, t, vocab)
 
-Each norm stands on a branch, in front of what reads it; none stands on the stream itself (pre-norm,
-Xiong et al. 2020, arXiv:2002.04745). So activations and gradients have a clean path from the embedding
-to the end, and nothing holds the scale of the stream: every block adds to it, and it grows with depth.
-`final_norm` brings it back to the scale that `lm_head` was trained to read. It is the norm that
-hand-written versions forget.
+A block's norms stand on its branches, in front of what reads them, and never on the stream itself
+(pre-norm, Xiong et al. 2020, arXiv:2002.04745). So activations and gradients have a clean path from the
+embedding to the end, and nothing holds the scale of the stream: every block adds to it, and it grows
+with depth. `final_norm`, at its end, brings it back to the scale that `lm_head` was trained to read. It
+is the norm that hand-written versions forget.
 """
 
 import torch

@@ -81,7 +81,7 @@ def record(model: Llama, tokens: Tensor, names: Iterable[str] = ("*",)) -> dict[
         return lambda module, inputs, result: keep(name, result)
 
     def q_k_v(prefix: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
-        for letter, tensor in zip("qkv", inputs, strict=False):
+        for letter, tensor in zip("qkv", inputs[:3], strict=True):
             keep(f"{prefix}.{letter}", tensor)
 
     handles = []
