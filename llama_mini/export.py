@@ -77,7 +77,19 @@ def write_checkpoint(out: Path, model: Llama, config: dict[str, Any], tokenizer:
         assert theirs is not None  # the table covers every parameter of a Llama
         tensors[theirs] = parameter.detach().to(torch.bfloat16)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    # What transformers needs beside the model to encode as Llama does, BOS included.
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "legacy": False,
+        "model_max_length": config["max_position_embeddings"],
+    }
     replace(out / "tokenizer.model", lambda path: path.write_bytes(tokenizer))
+    write_text(out / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
     write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
     write_text(out / "generation_config.json", json.dumps(generation, indent=2) + "\n")
     replace(out / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))

@@ -1,8 +1,8 @@
 """The folder of a checkpoint: one on this machine, or the cached copy of a Hugging Face hub model.
 
 From the hub come only the files that this package reads, never a pickle (`.bin`, `.pth`).
-huggingface_hub keeps the cache (`HF_HOME`), shows progress, goes on after a cut connection, and works offline on
-what it has (`HF_HUB_OFFLINE=1` keeps it from asking).
+huggingface_hub keeps the cache (`HF_HOME`), shows progress, goes on after a cut connection, and works
+offline on what it has (`HF_HUB_OFFLINE=1` keeps it from asking).
 """
 
 import re

@@ -271,13 +271,17 @@ def show(line: str, keep: bool) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m llama_mini.train",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--text", type=Path, required=True, help="UTF-8, a line <|endoftext|> after each document")
     add("--out", type=Path, help="folder of the checkpoint, and of the state until it is finished")
     add("--data-note", default="Not described.", help="source and licence of the text")
     add("--evaluate", type=Path, metavar="FOLDER", help="only measure a checkpoint's held-out loss")
-    add("--compare-norms", action="store_true", help="train with other norms; curves and a table")
+    add("--compare-norms", action="store_true", help="other norms, smaller by default; a table")
     for field in dataclasses.fields(Recipe):
         kind = type(field.default)
         add(option(field.name), type=kind, metavar="N", help=f"default {field.default}")

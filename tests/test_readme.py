@@ -25,10 +25,11 @@ def test_number_of_wrong_models():
 
 
 def test_line_counts_of_the_reading_order():
-    counts = re.findall(r"`([\w/]+\.py)` \((\d+) lines\)", README)
+    counts = re.findall(r"`([\w/]+\.py)` \(about (\d+) lines\)", README)
     assert "llama_mini/model.py" in dict(counts)
-    for file, lines in counts:
-        assert len((ROOT / file).read_text().splitlines()) == int(lines), file
+    for file, said in counts:
+        lines = len((ROOT / file).read_text().splitlines())
+        assert abs(lines - int(said)) <= 0.1 * lines, f"{file} has {lines} lines"
 
 
 def test_pictures_are_there():

@@ -113,6 +113,7 @@ def test_stopped_and_resumed_is_the_same_training(text, trained, tmp_path):
         "generation_config.json",
         "model.safetensors",
         "tokenizer.model",
+        "tokenizer_config.json",
     ]
     lines = [
         [line for line in (folder / "README.md").read_text().splitlines() if "minutes" not in line]
