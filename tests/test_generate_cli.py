@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -362,8 +363,14 @@ def start(checkpoint: Path, *arguments: str) -> subprocess.Popen[bytes]:
         "The",
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # A shell that starts the tests in the background has them, and so their children, ignore Ctrl-C.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        preexec_fn=heed,
     )
 
 
