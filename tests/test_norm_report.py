@@ -271,9 +271,8 @@ def test_errors_are_one_line(checkpoint, capsys, arguments, message):
     assert captured.err.count("\n") == 1
 
 
-def test_a_device_that_is_not_there(checkpoint, capsys):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
+def test_a_device_that_is_not_there(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(checkpoint, "--device", "cuda") == 1
     assert capsys.readouterr().err.startswith("error: --device cuda: ")
 
