@@ -27,7 +27,7 @@ def inverse_frequencies(
     `llama3` keeps the fast pairs, divides the slow ones, and blends in between (Llama 3.1,
     arXiv:2407.21783).
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(device, torch.float32) / head_dim
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (rope.rope_theta**exponents)
     if rope.rope_type == "linear":
         return frequencies / rope.factor

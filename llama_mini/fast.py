@@ -1,0 +1,241 @@
+"""The same decoder, faster where speed is asked for: sums in another order, so the last bits may differ.
+
+Decoding reads every weight once for each token, so its limit is the rate at which memory can be read. What
+keeps the plain model from it is the time between operations, and on a CPU the product of a matrix and one
+vector. Here each block's step for one token is one compiled function, and on a GPU a whole step is one CUDA
+graph. What is compiled is model.py itself: only its linear layers and `attend` are replaced, and how the
+cache is written.
+"""
+
+import copy
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch._dynamo import mark_dynamic
+from torch._dynamo.exc import BackendCompilerFailed
+
+from .cache import KVCache
+from .model import Attend, Block, Llama
+from .rope import cos_sin
+
+ROWS = 8  # up to here, a CPU reads weights faster by dot products than by its matrix product
+SPAN = {
+    False: 1,
+    True: 256,
+}  # a step attends over a multiple of so many positions; on CUDA each is a graph
+
+
+class RowLinear(nn.Linear):
+    """A linear layer that takes few rows as dot products with the rows of its weight, summed in float32.
+
+    Compiled, these run at the rate of the memory, on all cores. Many rows are a matrix product, made in
+    float32 on a CPU that cannot multiply in the weights' dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[:-1].numel()
+        on_cpu = x.device.type == "cpu"
+        if rows > (ROWS if on_cpu else 1) or not torch.compiler.is_compiling():
+            if rows > ROWS and on_cpu and x.dtype in EMULATED:
+                return nn.functional.linear(x.float(), self.weight.float()).to(x.dtype)
+            return super().forward(x)
+        wide = x.float().reshape(rows, -1)
+        # The compiler keeps the values of a tensor with strides of its own. Else it would compute what
+        # stands before it, a norm, anew for every row of the weight.
+        wide = wide.as_strided(wide.shape, (wide.shape[1], 1))
+        weight = self.weight.float()
+        # One sum for each row of x; they share one pass over the weight.
+        products = torch.stack([(weight * row).sum(-1) for row in wide.unbind()])
+        return products.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def emulated() -> set[torch.dtype]:
+    """The dtypes that this CPU has no products for; none where torch cannot say."""
+    needs = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return {dtype for dtype, feature in needs.items() if not has.get(feature, True)}
+
+
+EMULATED = emulated()
+
+
+class RowAttend(Attend):
+    """`Attend` for a single query, written out for the compiler: keys and values are read where they lie.
+
+    A longer pass is made in float32 on a CPU that cannot multiply in the dtype of the keys.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if q.shape[2] > 1 or mask is None:
+            if q.device.type == "cpu" and q.dtype in EMULATED:
+                return super().forward(q.float(), k.float(), v.float(), mask).to(q.dtype)
+            return super().forward(q, k, v, mask)
+        g, d = k.shape[1], q.shape[-1]
+        grouped = rearrange(q, "b (g r) 1 d -> b g r 1 d", g=g).float()
+        scores = (grouped * k[:, :, None].float()).sum(-1) * d**-0.5
+        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        # A slot that was never written can hold NaN, which times a share of 0 would be NaN.
+        seen = v[:, :, None].float().masked_fill(~mask[..., None], 0)
+        heads = (shares[..., None] * seen).sum(-2).to(q.dtype)
+        return rearrange(heads, "b g r d -> b (g r) 1 d")
+
+
+class Slot(NamedTuple):
+    """A block's cache while one position is written: where stands in a tensor, so that no code and no
+    graph depends on it, and the first `span` positions are read, which `mask` cuts.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slot: Tensor
+    span: int
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.slot, k)
+        self.values.index_copy_(2, self.slot, v)
+        return self.keys[:, :, : self.span], self.values[:, :, : self.span]
+
+
+class StepGraph:
+    """One step as a CUDA graph: inputs are copied to where it reads, logits from where it writes."""
+
+    def __init__(self, step: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+        self.inputs = [tensor.clone() for tensor in inputs]
+        step(*self.inputs)  # compiles; writes the same position as the step that is captured
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = step(*self.inputs)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.logits.clone()  # the next replay writes over it
+
+
+class FastLlama(Llama):
+    """A `Llama` whose steps of one token through a cache are compiled; `fast_model` makes it."""
+
+    def prepare(self) -> None:
+        """What a step needs beside the modules: its compiled parts, and the graphs made so far."""
+        self.compiled = {function: compiled(function) for function in (begin, run_block, end)}
+        self.cache: Callable[[], KVCache | None] = lambda: None
+        self.graphs: dict[int, StepGraph] = {}
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        wrong = mask is not None and mask.dtype != torch.bool  # which the model names
+        if cache is None or cache.length == 0 or tokens.shape[1] > 1 or wrong:
+            return super().forward(tokens, cache, positions, mask, last_only)
+        cache.require(tokens.shape[0], 1, self.embed.weight.dtype)
+        self.config.require_in_window(cache.length + 1)
+        return self.step(tokens, cache, positions, mask)
+
+    @torch.inference_mode()
+    def step(
+        self, tokens: Tensor, cache: KVCache, positions: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        """Logits (b, 1, vocab) after one more token (b, 1)."""
+        device, length = tokens.device, cache.length
+        if mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(-3)
+        if self.cache() is not cache:
+            self.graphs.clear()
+            self.cache = weakref.ref(cache)
+            for tensor in cache.keys + cache.values:
+                mark_dynamic(tensor, 2)
+        # Below the capacity as long as it can be: a span that equals it is compiled anew.
+        whole = SPAN[device.type == "cuda"]
+        span = min(-(-(length + 1) // whole) * whole, max(cache.capacity - 1, length + 1))
+        slot = torch.full((1,), length, device=device)
+        seen = torch.zeros(
+            1 if mask is None else mask.shape[0], 1, 1, span, dtype=torch.bool, device=device
+        )
+        seen[..., : length + 1] = True if mask is None else mask
+        inputs = (tokens, slot, slot if positions is None else positions, seen)
+        try:
+            if device.type == "cuda" and span not in self.graphs:
+                self.graphs[span] = StepGraph(self.run, inputs)
+            logits = self.graphs[span](inputs) if device.type == "cuda" else self.run(*inputs)
+        except BackendCompilerFailed as error:
+            why = str(error).strip().split("\n")[0]
+            raise ValueError(f"this machine cannot compile a step, so use none: {why}") from None
+        cache.length += 1
+        return logits
+
+    def run(self, tokens: Tensor, slot: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """`Llama.forward` in compiled parts, of which all blocks share one."""
+        cache = self.cache()
+        assert cache is not None
+        mark_dynamic(mask, 3)
+        x, cos, sin = self.compiled[begin](self, tokens, positions)
+        for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
+            x = self.compiled[run_block](block, x, cos, sin, mask, keys, values, slot)
+        return self.compiled[end](self, x)
+
+
+def begin(model: Llama, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = model.embed(tokens)
+    return x, *cos_sin(model.config.rope, model.config.head_dim, positions, x.dtype)
+
+
+def run_block(
+    block: Block,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot: Tensor,
+) -> Tensor:
+    return block(x, cos, sin, mask, Slot(keys, values, slot, mask.shape[-1]))
+
+
+def end(model: Llama, x: Tensor) -> Tensor:
+    return model.lm_head(model.final_norm(x))
+
+
+def compiled(function: Any) -> Any:
+    """The function compiled for one model: what was compiled for another is never looked at.
+
+    So of the conditions that torch checks before each call only those on tensors and shapes are kept, which
+    saves a millisecond in a step of 30 blocks; the others are about a model that stays as it is.
+    """
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    kept = ("TENSOR_MATCH", "SHAPE_ENV")
+    options: dict[str, Any] = {"guard_filter_fn": lambda all_: [g.guard_type in kept for g in all_]}
+    return torch.compile(own, fullgraph=True, options=options)
+
+
+FAST = {Llama: FastLlama, nn.Linear: RowLinear, Attend: RowAttend}
+
+
+def fast_model(model: Llama) -> FastLlama:
+    """The model in its fast form, on the same weights; the model itself stays as it is.
+
+    Its first step of one token compiles for some seconds. Logits come without gradients. A `ValueError`
+    for a model on another device than a CPU or a CUDA GPU.
+    """
+    device = model.embed.weight.device
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the compiled form runs on cpu and cuda, and the model is on {device}")
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    fast = copy.deepcopy(model, shared)
+    for module in fast.modules():
+        module.__class__ = FAST.get(type(module), type(module))
+    assert isinstance(fast, FastLlama)
+    fast.prepare()
+    return fast
