@@ -33,9 +33,9 @@ SMALL = Recipe(
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
-    steps=800,
+    steps=500,
     warmup=50,
-    decay=400,
+    decay=250,
     batch_tokens=2048,
 )
 VARIANTS = ("RMSNorm", "LayerNorm", "RMSNorm, no final norm")

@@ -18,6 +18,9 @@ import llama_mini.model
 from llama_mini import KVCache, Llama, LlamaConfig, RMSNorm, compare, load_model, record
 
 ACTIVATIONS = Path(__file__).parent / "activations"
+SHIPPED = Path(__file__).resolve().parents[1] / "weights" / "stories"
+SHIPPED_PROMPT = "Once upon a time, there was a little girl named Lily."
+SHIPPED_NEW_TOKENS = 120
 HALVES = (torch.bfloat16, torch.float16)
 
 # What the public checkpoint stories260K makes of its first four words at temperature 0; transformers and

@@ -14,11 +14,15 @@ from fixtures import (
     ACTIVATIONS,
     HALVES,
     SHAPES,
+    SHIPPED,
+    SHIPPED_NEW_TOKENS,
+    SHIPPED_PROMPT,
     TOKENS,
     draw_tokens,
     reference_model,
 )
 from safetensors.torch import save_file
+from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
@@ -112,8 +116,29 @@ def write_halves() -> None:
     print(f"{path.name}: {path.stat().st_size // 1000} kB")
 
 
+def write_shipped() -> None:
+    """The checkpoint in weights/: activations of a prompt, and how it goes on at temperature 0."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        SHIPPED, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    tokenizer = SentencePieceProcessor(model_file=str(SHIPPED / "tokenizer.model"))
+    tokens = torch.tensor([tokenizer.encode(SHIPPED_PROMPT, add_bos=True)])
+    text = model.generate(tokens, max_new_tokens=SHIPPED_NEW_TOKENS, do_sample=False)
+    kept = activations(model, tokens)
+    metadata = {**VERSIONS, "dtype": "float32", "order": json.dumps(list(kept))}
+    metadata |= {
+        "prompt": SHIPPED_PROMPT,
+        "text": tokenizer.decode(text[0].tolist()),
+    }
+    path = ACTIVATIONS / "shipped.safetensors"
+    greedy = text[0, tokens.shape[1] :].contiguous()
+    save_file({"tokens": tokens, "greedy": greedy, **kept}, path, metadata)
+    print(f"{path.name}: {len(kept)} activations, {path.stat().st_size // 1000} kB")
+
+
 if __name__ == "__main__":
     ACTIVATIONS.mkdir(exist_ok=True)
     for case in SHAPES:
         write_case(case)
     write_halves()
+    write_shipped()

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from llama_mini import Llama, LlamaConfig, RMSNorm, load_model, load_tokenizer, record
 from llama_mini.model import Block
-from tests.fixtures import BASE, SHAPES, draw_tokens, strengthen
+from tests.fixtures import BASE, SHAPES, SHIPPED, draw_tokens, strengthen
 
-SHIPPED = Path(__file__).parents[1] / "weights" / "stories"
 PROMPT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the"
 
 
@@ -148,8 +147,6 @@ def case(request) -> tuple[Llama, Tensor]:
     if request.param == "stories260K":
         return real_model(request.getfixturevalue("stories260k"))
     if request.param == "shipped":
-        if not SHIPPED.is_dir():
-            pytest.skip(f"no checkpoint is in {SHIPPED.parent.name}/{SHIPPED.name}")
         return real_model(SHIPPED)
     return random_model("qwen3" if "QK" in request.param else "gqa_tied")
 
