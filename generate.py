@@ -1,8 +1,14 @@
 """Continue a prompt with a Llama-style checkpoint: python generate.py --prompt "Once upon a time"."""
 
+import os
+import signal
+
+if __name__ == "__main__":  # first of all: the other imports take seconds, and nothing is lost yet
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, frame: os._exit(128 + number))
+
 import argparse
 import math
-import os
 import sys
 import time
 from functools import partial
@@ -59,7 +65,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="auto: the checkpoint's own on a GPU, float32 on the CPU",
     )
     parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="faster tokens, after some seconds; numbers may differ in the last bits",
+    )
+    parser.add_argument(
         "--stats", action="store_true", help="print sizes, seconds and tokens/s to standard error"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="look for NaN and infinity in the weights first"
     )
     options = parser.parse_args(arguments)
     if not isinstance(options.prompt, str):  # "--prompt=--", which argparse makes an empty list of
@@ -71,10 +85,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    try:  # torch is imported here, so that --help and a wrong option answer at once
-        from llama_mini.cli import run_command
-    except KeyboardInterrupt:
-        return 130
+    from llama_mini.cli import run_command  # with torch: --help and a wrong option answer at once
+
     rank, ranks = own_rank()
     return run_command(lambda: run(options, rank, ranks), who=f"rank {rank}: " if ranks > 1 else "")
 
@@ -92,9 +104,10 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
 
     from llama_mini import load_model, load_tokenizer, stream
     from llama_mini.chat import chat_prompt
-    from llama_mini.checkpoint import open_checkpoint
+    from llama_mini.checkpoint import check_weights, open_checkpoint, open_config
     from llama_mini.cli import choose_device
     from llama_mini.generation import require_prompts, require_sampling
+    from llama_mini.memory import require_memory
 
     sampling = options.temperature, options.top_k, options.top_p
     require_sampling(*sampling)
@@ -103,6 +116,8 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     source = WEIGHTS if options.model is None else options.model
     if options.model is None and not WEIGHTS.is_dir():
         raise FileNotFoundError(f"no checkpoint is in {WEIGHTS}: name one with --model FOLDER")
+    if options.compile and size > 1:
+        raise ValueError("--compile runs in one process: leave it out under torchrun")
     prompt = read_prompt(options.prompt) if rank == 0 else ""  # of one standard input, one reads
     seed = torch.seed() if options.seed is None else options.seed
     device, agree = choose_device(options.device), None
@@ -124,7 +139,7 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
         if rank > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    config = open_checkpoint(source).config
+    config = open_config(source)
     tokenizer = load_tokenizer(source)
     if options.chat:
         ids = chat_prompt(source, tokenizer, prompt, options.system)
@@ -136,9 +151,20 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     if new_tokens is None:
         room = min(config.max_position_embeddings, config.sliding_window or math.inf) - len(ids)
         new_tokens = int(max(1, min(NEW_TOKENS, room)))
-    require_prompts(config, [ids], new_tokens)
+    require_prompts(config, [ids], new_tokens)  # before the weights of a hub model are fetched
+    checkpoint = open_checkpoint(source)
+    dtype = choose_dtype(options.dtype, device, config, rank)
+    here = 1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    require_memory(checkpoint, device, dtype, len(ids), new_tokens, share=min(here, size) / size)
     began = time.perf_counter()
-    model = load_model(source, device, choose_dtype(options.dtype, device, config, rank))
+    model = load_model(source, device, dtype)
+    if options.check:
+        check_weights(model, checkpoint)
+    if options.compile:
+        from llama_mini.fast import fast_model  # with torch's compiler, which takes its time
+
+        model = fast_model(model)
+        list(stream(model, [[0]], 2, stop_ids=()))  # compiles, so that tokens come evenly
     loaded = time.perf_counter()
 
     steps = stream(

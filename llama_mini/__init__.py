@@ -1,6 +1,13 @@
 """llama-mini: a compact Llama-style decoder, written to be read."""
 
+import os
+import signal
+import sys
 import warnings
+
+if sys.argv[:1] == ["-m"]:  # python -m llama_mini....: torch takes seconds, and nothing is lost yet
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, frame: os._exit(128 + number))
 
 from .cache import KVCache
 from .checkpoint import load_model

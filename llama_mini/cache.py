@@ -29,12 +29,18 @@ class BlockCache(NamedTuple):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
+def cache_bytes(config: LlamaConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
+    """What a `KVCache` made of these takes."""
+    numbers = batch * config.num_key_value_heads * capacity * config.head_dim
+    return 2 * config.num_hidden_layers * numbers * dtype.itemsize
+
+
 class KVCache:
     """Room for `capacity` positions of keys and values in every block, of which the first `length`
     are filled.
 
-    Takes 2 * blocks * batch * g * capacity * d numbers of `dtype`. `Llama.forward` advances
-    `length`, once.
+    Takes 2 * blocks * batch * g * capacity * d numbers of `dtype` (`cache_bytes`). `Llama.forward`
+    advances `length`, once.
     """
 
     def __init__(

@@ -1,19 +1,22 @@
 """A prompt in the words of a checkpoint's chat template, as ids.
 
-Templates are programs from strangers. They run in jinja2's sandbox (no insides of Python objects,
-no changes to what they are given, ranges of at most 100000) with what transformers gives them, and
-an output far longer than the prompt is an error. A template can still waste time: Ctrl-C stops it.
+Templates are programs from strangers: template.py runs them, in a process that is given little time and
+memory.
 """
 
 import json
 import re
-from datetime import datetime
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .config import read_json
 from .hub import resolve
 from .tokenizer import Tokenizer
+
+SECONDS = 5  # of the processor; real templates take milliseconds
+MEMORY = 512 * 2**20
 
 
 def chat_prompt(
@@ -78,48 +81,32 @@ def _read_template(folder: Path) -> tuple[Path, str]:
 
 
 def render(path: Path, template: str, messages: list[dict[str, str]], named: dict[str, str]) -> str:
-    """The messages as one text that ends where the reply begins.
+    """The messages as one text that ends where the reply begins, made in a process that may take
+    SECONDS and MEMORY.
 
     `path`: where the template comes from, for errors. `named`: bos_token, eos_token and the like.
     """
-    import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    answer = _apart({"template": template, "messages": messages, "named": named})
+    if "error" in answer:
+        raise ValueError(f"{path}: the chat template failed ({answer['error']})")
+    return answer["text"]
 
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks a reply for training; here its body is all that counts."""
 
-        tags = {"generation"}  # noqa: RUF012  the base class says so
-
-        def parse(self, parser: Any) -> jinja2.nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-        """jinja2's own filter escapes `<` and the like, for HTML."""
-        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    limit = 1_000_000 + 10 * sum(len(message["content"]) for message in messages)
-    text = ""
+def _apart(request: dict[str, Any]) -> dict[str, str]:
+    """What template.py answers to the request."""
+    size = sum(len(message["content"]) for message in request["messages"])
+    memory = MEMORY + 64 * size  # a few copies, of up to 4 bytes a character
+    bounds = {"seconds": SECONDS, "memory": memory, "path": sys.path}
+    worker = Path(__file__).with_name("template.py")
     try:
-        for part in environment.from_string(template).generate(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **named
-        ):
-            text += part
-            if len(text) > limit:
-                raise jinja2.TemplateError(f"it writes more than {limit} characters")
-    except Exception as error:  # a template can raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{path}: the chat template failed ({reason})") from None
-    if not text:
-        raise ValueError(f"{path}: the chat template writes nothing")
-    return text
+        done = subprocess.run(
+            # -I -S: the variables and the start-up files of Python's users are no part of it
+            [sys.executable, "-I", "-S", str(worker)],
+            input=json.dumps(request | bounds).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=10 * SECONDS,  # of the clock, for systems that do not bound the processor's
+        )
+        return json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):  # no answer: it was ended
+        return {"error": f"it takes more than {SECONDS} s or {memory >> 20} MiB"}

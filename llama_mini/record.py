@@ -145,13 +145,10 @@ def _forward_order(name: str) -> tuple[int, int, int, str]:
 
 
 def save_trace(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a trace file; a `ValueError` when it cannot be written."""
+    """Write a trace file; an `OSError` when it cannot be written."""
     from safetensors.torch import save_file
 
-    try:
-        replace(Path(path), lambda file: save_file(tensors, file, metadata))
-    except Exception as error:  # safetensors has errors of its own, without a common base
-        raise ValueError(f"{path} cannot be written: {error}") from None
+    replace(Path(path), lambda file: save_file(tensors, file, metadata))
 
 
 def load_trace(path: str | Path) -> dict[str, Tensor]:
@@ -195,14 +192,17 @@ def _compare_files(reference: str, other: str, tolerance: float) -> int:
 
 
 def _record_to_file(options: argparse.Namespace) -> None:
-    from .checkpoint import load_model
+    from .checkpoint import load_model, open_checkpoint
     from .generation import require_prompts
+    from .memory import require_memory
     from .tokenizer import load_tokenizer
 
-    device = choose_device(options.device)
-    model = load_model(options.model, device, getattr(torch, options.dtype))
+    device, dtype = choose_device(options.device), getattr(torch, options.dtype)
+    checkpoint = open_checkpoint(options.model)
     ids = load_tokenizer(options.model).encode(options.prompt)
-    require_prompts(model.config, [ids], 0)
+    require_prompts(checkpoint.config, [ids], 0)
+    require_memory(checkpoint, device, dtype, len(ids), all_logits=True)
+    model = load_model(options.model, device, dtype)
     tokens = torch.tensor([ids])
     activations = record(model, tokens.to(device), options.names or ("*",))
     metadata = {"prompt": options.prompt, "dtype": options.dtype, "torch": torch.__version__}

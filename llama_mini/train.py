@@ -8,12 +8,11 @@ python -m llama_mini.train --text stories.txt --out comparison --compare-norms
 import argparse
 import dataclasses
 import hashlib
+import io
 import math
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cli import run_command
+from .cli import on_stop, run_command, say
 from .config import LlamaConfig
 from .corpus import BOS, EOS, Window, encode, read_documents, shuffled, train_tokenizer
 from .evaluation import evaluate, evaluate_folder, loss_sum
@@ -46,9 +45,9 @@ class Recipe:
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     held_out: int = 500  # documents at the end of the text
-    steps: int = 3600
+    steps: int = 3000
     warmup: int = 100  # steps
-    decay: int = 1200  # steps
+    decay: int = 1000  # steps
     batch_tokens: int = 4096
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
@@ -143,19 +142,6 @@ def train_step(
     return loss.item(), count
 
 
-@contextmanager
-def stop_asked() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C or SIGTERM has come; asked between steps, where the state is whole."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    asked: list[int] = []
-    before = [signal.signal(number, lambda number, _: asked.append(number)) for number in signals]
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
-
-
 def read_state(out: Path, recipe: Recipe, corpus: str) -> dict[str, Any]:
     """The state to go on from, {} for a new training; a `ValueError` when it is not this one's."""
     path = out / STATE
@@ -190,13 +176,16 @@ def train(
     data_note: str = "Not described.",
     evaluate_every: int = 200,
     save_seconds: float = 300.0,
+    asked: list[int] | None = None,
 ) -> bool:
     """Train, from the state in `out` if there is one, until a checkpoint and its card stand there.
 
-    False when stopped before. The same recipe, text and machine give the same weights, stopped or
-    not; `steps` and `decay` may still be changed while the decay has not begun. `report` gets a
-    line, and whether it is to stay when the next one comes.
+    False when Ctrl-C or SIGTERM stopped it between two steps; its number is put into `asked`. The
+    same recipe, text and machine give the same weights, stopped or not; `steps` and `decay` may
+    still be changed while the decay has not begun. `report` gets a line, and whether it is to stay
+    when the next one comes.
     """
+    asked = [] if asked is None else asked
     kept, held = read_documents(text, recipe.held_out)
     config = LlamaConfig.from_dict(recipe.config())
     corpus = hashlib.sha256(text.read_bytes()).hexdigest()
@@ -219,29 +208,37 @@ def train(
     def save() -> None:
         state["model"] = model.state_dict()
         state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
-        replace(out / STATE, lambda path: torch.save(state, path))
+        buffer = io.BytesIO()  # torch.save into a file does not say why a disk refuses it
+        torch.save(state, buffer)
+        replace(out / STATE, lambda path: path.write_bytes(buffer.getbuffer()))
 
     out.mkdir(parents=True, exist_ok=True)
+    for left in out.glob(f".{STATE}.*.tmp"):  # by a training that was killed while it wrote
+        left.unlink()
     save()  # now, so that a folder that cannot be written to costs no training
     batches = islice(shuffled(data, recipe.batch_tokens, recipe.seed), state["step"], None)
     began, saved = time.monotonic() - state["seconds"], time.monotonic()
-    with stop_asked() as stopped:
-        while state["step"] < recipe.steps and not stopped():
-            lr = recipe.learning_rate * recipe.factor(state["step"])
-            loss, count = train_step(model, optimizers, next(batches), lr)
-            state["step"] += 1
-            state["tokens"] += count
-            state["seconds"] = time.monotonic() - began
-            if state["step"] % 10 == 0:
-                report(progress(state, recipe.steps, loss), False)
-            if state["step"] % evaluate_every == 0 or state["step"] == recipe.steps:
-                held_loss = evaluate(model, test) / sum(map(len, held))
-                state["curve"].append((state["step"], state["tokens"], held_loss))
-                line = f"step {state['step']}: held-out loss {held_loss:.4f} nats per character"
-                report(line, True)
-            if time.monotonic() - saved > save_seconds:
-                save()
-                saved = time.monotonic()
+    with on_stop(asked.append):
+        try:
+            while state["step"] < recipe.steps and not asked:
+                lr = recipe.learning_rate * recipe.factor(state["step"])
+                loss, count = train_step(model, optimizers, next(batches), lr)
+                state["step"] += 1
+                state["tokens"] += count
+                state["seconds"] = time.monotonic() - began
+                if state["step"] % 10 == 0:
+                    report(progress(state, recipe.steps, loss), False)
+                if state["step"] % evaluate_every == 0 or state["step"] == recipe.steps:
+                    held_loss = evaluate(model, test) / sum(map(len, held))
+                    state["curve"].append((state["step"], state["tokens"], held_loss))
+                    line = f"step {state['step']}: held-out loss {held_loss:.4f} nats per character"
+                    report(line, True)
+                if time.monotonic() - saved > save_seconds:
+                    save()
+                    saved = time.monotonic()
+        except BrokenPipeError:  # nobody reads the reports any more, which come between steps
+            save()
+            raise
         save()
     if state["step"] < recipe.steps:
         return False
@@ -305,11 +302,18 @@ def run(options: argparse.Namespace) -> int:
 
         compare_norms(options.text, options.out, dataclasses.replace(SMALL, **given), show)
         return 0
-    if train(options.text, options.out, Recipe(**given), show, options.data_note):
-        print(f"{options.out} holds the checkpoint and its card")
-        return 0
-    print("stopped; the same command goes on from here", file=sys.stderr)
-    return 130
+    asked: list[int] = []
+    try:
+        done = train(
+            options.text, options.out, Recipe(**given), show, options.data_note, asked=asked
+        )
+        if not done:
+            raise KeyboardInterrupt(*asked)
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        raise
+    print(f"{options.out} holds the checkpoint and its card")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:

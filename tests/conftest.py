@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,25 @@ import torch
 torch.set_num_threads(1)  # the models are tiny: threads that wait for each other only cost time
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow", action="store_true", help="run the tests marked slow too, as CI does"
+    )
+    parser.addoption("--endurance", type=int, default=100, help="generations in one process")
+    parser.addoption(
+        "--fuzz", type=int, default=400, help="damaged folders that test_fuzz.py tries"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the slow tests to CI and to those who ask for them, or name one."""
+    if config.getoption("--slow") or os.environ.get("CI") or any("::" in a for a in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="session")

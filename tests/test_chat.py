@@ -1,14 +1,20 @@
 """Prompts through chat templates, against transformers where it is installed."""
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from llama_mini import chat, template
 from llama_mini.chat import chat_prompt, render
+from llama_mini.cli import run_command
 from llama_mini.tokenizer import Tokenizer, load_tokenizer
 
 from .fixtures import require
+from .test_interruptions import Fork
 from .test_tokenizer import LLAMA3_TOKENS, write_byte_level, write_json, write_llama2_json
 
 CHATML = """\
@@ -93,6 +99,19 @@ def write_chat(folder: Path, kind: str) -> Path:
 
 
 KINDS = ["chatml", "llama2", "llama3", "zephyr"]
+APART = chat._apart
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates run in this process, which is quicker, unless a test asks for `apart`."""
+    monkeypatch.setattr(chat, "_apart", template.answer)
+
+
+@pytest.fixture
+def apart(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_apart", APART)
+    monkeypatch.setattr(chat, "SECONDS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +237,23 @@ def test_no_template(tmp_path: Path, config: dict[str, None] | None) -> None:
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
         ("{{ cycler.__init__.__globals__ }}", "SecurityError"),
+        ("{{ joiner.__init__.__globals__ }}", "SecurityError"),
+        ("{{ namespace.__init__.__globals__ }}", "SecurityError"),
+        ("{{ lipsum.__globals__['os'] }}", "UndefinedError|SecurityError"),
+        ("{{ lipsum.__globals__ }}", "writes nothing"),
+        ("{{ raise_exception.__globals__ }}", "writes nothing"),
+        ("{{ strftime_now.__closure__ }}", "writes nothing"),
+        ("{{ '' | attr('__class__') }}", "writes nothing"),
+        ("{{ ''['__class__'].mro() }}", "SecurityError"),
+        ("{{ '{0.__class__.__mro__}'.format('') }}", "SecurityError|writes nothing"),
+        ("{{ messages | map(attribute='__class__') | map('string') | join }}", "writes nothing"),
+        ("{{ self._TemplateReference__context.environment }}", "writes nothing|SecurityError"),
+        ("{% import 'os' as os %}{{ os }}", "TypeError"),
+        ("{{ raise_exception('x' * 10 ** 6) }}", r"TemplateError: x{900,1000}\)$"),
         ("{% include '/etc/passwd' %}", "TypeError"),
         ("{% for i in range(10 ** 9) %}x{% endfor %}", "OverflowError"),
         ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "more than 1000020 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{{ '%999999999999d' % 1 }}", "MemoryError|OverflowError|ValueError"),
     ],
 )
 def test_bad_template(tmp_path: Path, template: object, message: str) -> None:
@@ -257,7 +288,56 @@ def test_helpers_of_transformers() -> None:
         "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}": "1",
         "{{ add_generation_prompt }} {{ tools is none }} {{ documents is none }}": "True True True",
     }
-    for template, expected in cases.items():
-        assert render(Path("x"), template, messages, {"bos_token": "<s>"}) == expected
+    for program, expected in cases.items():
+        assert render(Path("x"), program, messages, {"bos_token": "<s>"}) == expected
     year = render(Path("x"), "{{ strftime_now('%Y') }}", messages, {})
     assert year.isdigit()
+
+
+# In a process of its own
+
+
+def test_a_process_of_its_own_gives_the_same_text(apart: None) -> None:
+    content = "\ud800 é 😸 \x00 \x7f" * 100_000
+    messages = [{"role": "user", "content": content}]
+    assert render(Path("x"), "{{ messages[0].content }}", messages, {}) == content
+    with pytest.raises(ValueError, match=r"^x: the chat template failed \(TemplateError: no\)$"):
+        render(Path("x"), "{{ raise_exception('no') }}", messages, {})
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("{{ 'x' * 10 ** 10 }}", "MemoryError"),
+        ("{{ '%10000000000s' | format(1) }}", "MemoryError|OverflowError|ValueError"),
+        ("{{ '%999999999d' % 1 }}", "MemoryError|ValueError"),
+        ("{{ 'x' | center(10 ** 10) }}", "MemoryError"),
+        ("{{ [1] * 10 ** 9 }}", "MemoryError"),
+        ("{{ 9 ** (9 ** 9) }}", "takes more than 1 s"),
+        ("{{ ('a b ' * 1000000) | wordwrap(1) }}", "takes more than 1 s"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than 1 s",
+        ),
+    ],
+)
+def test_time_and_memory_are_bounded(apart: None, program: str, message: str) -> None:
+    began = os.times().children_user
+    with pytest.raises(ValueError, match=message) as caught:
+        render(Path("x"), program, [{"role": "user", "content": "Hi"}], {})
+    assert str(caught.value).startswith("x: the chat template failed (")
+    assert os.times().children_user - began < 2
+
+
+def test_a_template_without_end_can_be_stopped(
+    apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 60)
+    program = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    messages = [{"role": "user", "content": "Hi"}]
+    began = time.monotonic()
+    fork = Fork(lambda: run_command(lambda: print(render(Path("x"), program, messages, {}))))
+    time.sleep(0.3)
+    os.kill(fork.pid, signal.SIGTERM)
+    assert fork.finish() == (143, "", "")
+    assert time.monotonic() - began < 30

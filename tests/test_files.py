@@ -1,7 +1,10 @@
 """Files are written whole or not at all, and nothing but files is replaced."""
 
+import errno
 import os
+import re
 import stat
+from unittest import mock
 
 import pytest
 
@@ -19,6 +22,12 @@ def test_a_file_is_there_when_it_is_whole(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         replace(path, fail)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert path.read_text() == "before"
+    for error in (OSError(errno.ENOSPC, "No space left on device"), RuntimeError("No space left")):
+        with pytest.raises(
+            OSError, match=f"^{re.escape(str(path))} cannot be written: No space left"
+        ):
+            replace(path, mock.Mock(side_effect=error))
     assert path.read_text() == "before"
     replace(path, lambda file: file.write_text("after"))
     assert path.read_text() == "after"

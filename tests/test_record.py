@@ -218,7 +218,7 @@ def test_a_failed_write_leaves_the_old_file(
         raise OSError("no space left")
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(ValueError, match=r"trace\.safetensors cannot be written: no space left"):
+    with pytest.raises(OSError, match=r"trace\.safetensors cannot be written: no space left"):
         save_trace(path, activations, {})
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["trace.safetensors"]

@@ -1,0 +1,358 @@
+"""Ctrl-C, SIGTERM, kill -9, full disks and folders that nobody can write to: what stood before stands,
+and one line says what happened.
+
+Most commands run in a fork of the tests' process, which has imported torch already.
+"""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate as cli
+from llama_mini import train
+from llama_mini.cli import on_stop, run_command, stop
+from llama_mini.files import replace
+from tests.fixtures import require
+from tests.test_generate_cli import ROOT, damaged
+from tests.test_train import OPTIONS, TINY, documents
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 400
+
+
+class Fork:
+    """A command in a process of its own, which has its own standard output and error."""
+
+    def __init__(self, command: Callable[[], int], out: int | None = None) -> None:
+        self.out, own_out = os.pipe() if out is None else (-1, os.dup(out))
+        self.err, own_err = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.dup2(own_out, 1)
+                os.dup2(own_err, 2)
+                for file in (own_out, own_err, self.out, self.err):
+                    if file >= 0:
+                        os.close(file)
+                sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+                sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+                torch.set_num_threads(1)
+                code = command()
+                sys.stdout.flush()
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                os._exit(code)
+        os.close(own_out)
+        os.close(own_err)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, minus the signal where one ended it, and what is left of output and errors."""
+        texts = []
+        for file in (self.out, self.err):
+            data = b""
+            while file >= 0 and (more := os.read(file, 1 << 16)):
+                data += more
+            if file >= 0:
+                os.close(file)
+            texts.append(data.decode())
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), texts[0], texts[1]
+
+
+@pytest.fixture
+def endless(checkpoint, tmp_path) -> Path:
+    """The checkpoint with a long context and no stop id, to be interrupted."""
+    return damaged(checkpoint, tmp_path, max_position_embeddings=10**6, eos_token_id=None)
+
+
+def generating(folder: Path, prompt: str = "The") -> Callable[[], int]:
+    arguments = ["--model", str(folder), "--prompt", prompt, "--max-new-tokens", "50000"]
+    return lambda: cli.main(arguments)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_text_so_far_is_kept(endless, number):
+    fork = Fork(generating(endless))
+    text = os.read(fork.out, 3) + os.read(fork.out, 3) + os.read(fork.out, 3)
+    os.kill(fork.pid, number)
+    os.kill(fork.pid, number)  # as timeout and torchrun do
+    code, rest, err = fork.finish()
+    assert (code, err) == (128 + number, "")
+    assert text.startswith(b"The")
+    assert rest.endswith("\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_in_prefill_the_prompt_is_what_is_kept(endless, number):
+    fork = Fork(generating(endless, PROMPT))
+    text = b""
+    while len(text) < len(PROMPT):
+        text += os.read(fork.out, len(PROMPT) - len(text))
+    os.kill(fork.pid, number)
+    code, rest, err = fork.finish()
+    assert (code, rest, err) == (128 + number, "\n", "")  # prefill takes longer than a signal
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_while_loading_nothing_is_said(endless, number, monkeypatch):
+    def load(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    monkeypatch.setattr("llama_mini.load_model", load)
+    assert Fork(generating(endless)).finish() == (128 + number, "", "")
+
+
+def test_at_any_moment(endless):
+    """Half of them after the first character, which comes before prefill; half from the start on."""
+    moments = random.Random(0)
+    for turn in range(16):
+        number, text = moments.choice(SIGNALS), b""
+        begun, tell = os.pipe()
+
+        def command(tell: int = tell) -> int:
+            run = generating(endless)
+            return run_command(lambda: os.write(tell, b"x") and run())
+
+        fork = Fork(command)
+        os.close(tell)
+        os.read(begun, 1)
+        os.close(begun)
+        if turn % 2:
+            text = os.read(fork.out, 1)
+        time.sleep(moments.uniform(0, 0.1))
+        os.kill(fork.pid, number)
+        code, rest, err = fork.finish()
+        assert (code, err) == (128 + number, "")
+        text += rest.encode()
+        assert text == b"" or (text.startswith(b"The") and text.endswith(b"\n"))
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ([str(ROOT / "generate.py"), "--prompt", "x"], "argparse"),
+        ([str(ROOT / "generate.py"), "--prompt", "x"], "torch.version"),
+        (["-m", "llama_mini.record", "--compare", "x", "x"], "torch.version"),
+    ],
+)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_while_modules_are_imported(command, module, number):
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stderr is not None
+    assert any(line.split()[-1] == module for line in process.stderr)
+    process.send_signal(number)
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait() == 128 + number
+
+
+def test_a_second_wish_a_second_later_does_what_it_did_before(monkeypatch):
+    clock, seen = [100.0], []
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    before = {number: signal.signal(number, lambda n, _: seen.append(-n)) for number in SIGNALS}
+    try:
+        with on_stop(seen.append):
+            for clock[0] in (100.0, 100.9, 101.1):
+                for number in SIGNALS:
+                    signal.raise_signal(number)
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == [2, -2, -15, -2]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_file_being_written_stays_as_it_was(tmp_path, number):
+    path = tmp_path / "file"
+    path.write_text("before")
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("half")
+        signal.raise_signal(number)
+
+    with pytest.raises(KeyboardInterrupt), on_stop(stop):
+        replace(path, write)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    assert path.read_text() == "before"
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "tales.txt"
+    path.write_text("".join(f"{d}\n<|endoftext|>\n" for d in documents(60)), encoding="utf-8")
+    return path
+
+
+def training(text: Path, out: Path, *more: str) -> Callable[[], int]:
+    arguments = ["--text", str(text), "--out", str(out), *OPTIONS, "--steps", "2000", *more]
+    return lambda: train.main(arguments)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_training_says_how_to_go_on(text, tmp_path, number):
+    fork = Fork(training(text, tmp_path))
+    os.read(fork.err, 10)
+    os.kill(fork.pid, number)
+    code, out, err = fork.finish()
+    assert (code, out) == (128 + number, "")
+    assert err.endswith("\nstopped; the same command goes on from here\n")
+    assert torch.load(tmp_path / train.STATE, weights_only=True)["step"] >= 10
+    assert [file.name for file in tmp_path.iterdir()] == [train.STATE]
+
+
+def test_a_training_nobody_listens_to_keeps_its_state(text, tmp_path):
+    fork = Fork(training(text, tmp_path))
+    os.read(fork.err, 10)
+    os.close(fork.err)
+    fork.err = -1
+    assert fork.finish() == (0, "", "")
+    assert torch.load(tmp_path / train.STATE, weights_only=True)["step"] >= 10
+
+
+def test_killed_while_it_writes_the_state_is_the_old_or_the_new_one(text, tmp_path):
+    recipe = train.Recipe(**{**vars(TINY), "steps": 2000})
+
+    def command() -> int:
+        train.train(text, tmp_path, recipe, lambda *_: None, save_seconds=0)
+        return 0
+
+    moments, steps = random.Random(1), [0]
+    state = tmp_path / train.STATE
+    for _ in range(4):
+        fork, seen = Fork(command), set()
+        while len(seen) < 3:  # what was there, the one at the start, that of a step
+            seen.add(state.stat().st_mtime_ns if state.exists() else 0)
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.05))
+        os.kill(fork.pid, signal.SIGKILL)
+        assert fork.finish() == (-9, "", "")
+        steps.append(torch.load(state, weights_only=True)["step"])
+        assert len(list(tmp_path.iterdir())) <= 2  # the state, and at most what this one left
+    assert steps == sorted(steps)
+    assert steps[-1] >= 4
+
+
+# Disks
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes: a disk that is full says it in the same way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def one_line_about(path: Path, result: tuple[int, str, str]) -> None:
+    code, out, err = result
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith(f"error: {path} cannot be written: ")
+    assert "Traceback" not in err
+
+
+def test_full_disk_at_once_and_later(text, tmp_path, monkeypatch, capsys):
+    with full_disk(2000):
+        code = training(text, tmp_path / "new")()
+    one_line_about(tmp_path / "new" / train.STATE, (code, *capsys.readouterr()))
+    assert not list((tmp_path / "new").iterdir())
+
+    train.train(text, tmp_path, TINY, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(train, "show", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    save = torch.save
+    room = iter([10**9, 2000])  # at the start, at the end
+
+    def write(state: object, file: object) -> None:
+        save(state, file)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (next(room), -1))
+
+    monkeypatch.setattr(torch, "save", write)
+    with full_disk(10**9):
+        code = train.main(["--text", str(text), "--out", str(tmp_path), *OPTIONS])
+    one_line_about(tmp_path / train.STATE, (code, *capsys.readouterr()))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["new", train.STATE]
+    assert train.read_state(tmp_path, TINY, train.hashlib.sha256(text.read_bytes()).hexdigest())
+
+
+def test_full_disk_while_recording_and_drawing(checkpoint, tmp_path, capsys):
+    require("matplotlib")
+    from llama_mini import norm_report
+
+    model = ["--model", str(checkpoint), "--prompt", "The fox"]
+    for main, option, name in (
+        (sys.modules["llama_mini.record"].main, "--out", "trace.safetensors"),
+        (norm_report.main, "--plot", "norms.svg"),
+        (norm_report.main, "--plot", "norms.png"),
+    ):
+        (tmp_path / name).write_text("before")
+        with full_disk(2000):
+            code = main([*model, option, str(tmp_path / name)])
+        one_line_about(tmp_path / name, (code, *capsys.readouterr()))
+        assert (tmp_path / name).read_text() == "before"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_full_disk_under_standard_output(tmp_path):
+    def command() -> int:
+        with full_disk(2000):
+            return run_command(lambda: print("x" * 10_000))
+
+    with (tmp_path / "out").open("w") as file:
+        code, _, err = Fork(command, file.fileno()).finish()
+    assert code == 1
+    assert err == "error: standard output cannot be written: File too large\n"
+
+
+def test_a_folder_that_cannot_be_written_to(text):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tales.txt").write_bytes(text.read_bytes())
+        (folder / "trace").write_text("before")
+        folder.chmod(0o555)
+
+        def as_nobody(command: Callable[[], int]) -> tuple[int, str, str]:
+            def run() -> int:
+                if os.getuid() == 0:  # who may write everywhere
+                    os.setuid(65534)
+                return command()
+
+            return Fork(run).finish()
+
+        code, out, err = as_nobody(training(folder / "tales.txt", folder / "out"))
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert str(folder / "out") in err
+        one_line_about(folder / train.STATE, as_nobody(training(folder / "tales.txt", folder)))
+        trace = sys.modules["llama_mini.record"]
+        tokens = {"tokens": torch.zeros(1, 1)}
+        saved = as_nobody(
+            lambda: run_command(lambda: trace.save_trace(folder / "trace", tokens, {}))
+        )
+        one_line_about(folder / "trace", saved)
+        assert (folder / "trace").read_text() == "before"
+        folder.chmod(0o755)
