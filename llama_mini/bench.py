@@ -1,187 +1,176 @@
-"""Measure the parts against what the machine can do.
+"""Measure the model, or its norm alone, against what the machine can do.
 
-    python -m llama_mini.bench --norm [--device cpu] [--json]
+    python -m llama_mini.bench --model FOLDER --against transformers
+    python -m llama_mini.bench --shape tinyllama-1.1b --device cuda --compile
+    python -m llama_mini.bench --norm
 
---norm: RMSNorm in its two lines, as torch's own function, as torch.compile makes it, and on a GPU as the
-Triton kernel of fused_rmsnorm.py.
+--model, --shape: load, prefill and decode of a checkpoint, or of random weights in a known shape
+(bench_model.py). --norm: the ways to compute RMSNorm (bench_norm.py).
 """
 
 import argparse
 import json
-import os
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from dataclasses import asdict
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.benchmark import Timer
 
+from .bench_model import SHAPES, bench_model, import_transformers
+from .bench_norm import bench_norms, table
 from .cli import choose_device, run_command
-from .model import RMSNorm
 
-NORM_SHAPES = ((576, 512), (1024, 1024), (2048, 2048), (4096, 4096))  # rows, width
+WAYS = {
+    "plain": "Llama called with a cache, argmax, ids kept on the device, synchronised only at the ends",
+    "compiled": "the same with fast_model (fast.py) in its place",
+    "... stream": "through `stream`, which users call: every id comes back to Python",
+    "transformers": "its greedy generate with sdpa on the same prompt; static: static cache, compiled",
+}
 COLUMNS = {
-    "time": "median of one call; +- is half of the range that holds the middle half of the measurements",
-    "GB/s": "what has to move, one read and one write of x, over the time",
-    "of copy": "that rate over the rate of copying x, measured in the same run",
-    "to two lines": "largest difference from the first row",
-    "to float64": "largest difference from the same x and weight, normalised in float64",
-    "compile": "seconds that the first call took, from an empty cache of compiled kernels",
+    "+-": "after a median over the runs: half of the range that holds the middle half of them",
+    "of reading": "seconds over those that reading the same files takes, from the page cache",
+    "of matmul": "arithmetic of the model per second over that of one large matrix product in its dtype",
+    "GB/s": "load: of the files; decode: weights and filled cache of one step over its time",
+    "of copy": "that rate over the rate of copying a large tensor, counted as one read and one write",
+    "of read": "that rate over the rate of summing a large tensor: decoding only reads",
+    "of linears": "time of the model's linear layers alone on one token over that of a step",
+    "to transf.": "tokens/s over those of transformers, the faster of its ways",
+    "same": "how many new tokens are the plain way's, up to the first in any row that is not",
+    "first, s": "seconds of the first one-token step, which compiles, or finds that on disk",
 }
 
 
-@dataclass(frozen=True)
-class NormResult:
-    """One way to compute RMSNorm at one size: times in seconds, rates in bytes per second.
-
-    `spread` is half the interquartile range of the time. `copy_rate` is that of copying x into a
-    tensor that is there already; a norm has to make its output first.
-    """
-
-    device: str
-    dtype: str
-    rows: int
-    width: int
-    name: str
-    seconds: float
-    spread: float
-    rate: float
-    copy_rate: float
-    to_two_lines: float
-    to_float64: float
-    compile_seconds: float | None
-
-
-def measure(
-    function: Callable[[], object], device: str, seconds: float = 0.5
-) -> tuple[float, float]:
-    """Median time of a call and half its interquartile range, in seconds, over `seconds` or ten calls."""
-    if device == "cuda" and find_spec("triton"):
-        from triton.testing import (
-            do_bench,
-        )  # CUDA events, after a warm-up, L2 cache emptied between
-
-        low, middle, high = do_bench(
-            function, warmup=100, rep=int(1000 * seconds), quantiles=[0.25, 0.5, 0.75]
-        )
-        return middle / 1000, (high - low) / 2000
-    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    once = timer.timeit(2).median
-    times = timer.blocked_autorange(min_run_time=max(seconds, 10 * once))
-    return times.median, times.iqr / 2
-
-
-def ways(norm: RMSNorm, x: Tensor, backend: str) -> dict[str, Callable[[], Tensor]]:
-    """The ways to compute `norm(x)` that this machine has, by name, the reference first."""
-    torch.compiler.reset()  # or the fifth shape would be compiled for every shape
-    compiled = torch.compile(norm, dynamic=False, backend=backend)
-    found: dict[str, Callable[[], Tensor]] = {
-        "two lines": lambda: norm(x),
-        "F.rms_norm": lambda: F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps),
-        "torch.compile": lambda: compiled(x),
-    }
-    if x.device.type == "cuda" and find_spec("triton"):
-        from .fused_rmsnorm import fused_rmsnorm
-
-        found["Triton"] = lambda: fused_rmsnorm(x, norm.weight, norm.eps)
-    return found
-
-
-@torch.no_grad()
-def bench_norm(
-    device: str,
-    shapes: Sequence[tuple[int, int]] = NORM_SHAPES,
-    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
-    seconds: float = 0.5,
-    backend: str = "inductor",
-) -> list[NormResult]:
-    """Measure every way to compute RMSNorm on x (rows, width), each for about `seconds`."""
-    results = []
-    for dtype in dtypes:
-        for rows, width in shapes:
-            generator = torch.Generator().manual_seed(0)
-            x = torch.randn(rows, width, generator=generator).to(device, dtype)
-            norm = RMSNorm(width, 1e-5)
-            norm.weight.uniform_(0.5, 1.5, generator=generator)
-            norm = norm.to(device, dtype)
-            exact = F.rms_norm(x.double(), (width,), norm.weight.double(), norm.eps)
-            reference = norm(x)
-            moved, there = 2 * x.numel() * x.element_size(), torch.empty_like(x)
-            copy_seconds, _ = measure(lambda: there.copy_(x), device, seconds)  # noqa: B023
-            for name, way in ways(norm, x, backend).items():
-                began = time.perf_counter()
-                y = way()
-                first_call = time.perf_counter() - began
-                middle, spread = measure(way, device, seconds)
-                results.append(
-                    NormResult(
-                        device,
-                        str(dtype).removeprefix("torch."),
-                        rows,
-                        width,
-                        name,
-                        middle,
-                        spread,
-                        moved / middle,
-                        moved / copy_seconds,
-                        (y.double() - reference.double()).abs().max().item(),
-                        (y.double() - exact).abs().max().item(),
-                        first_call if name in ("torch.compile", "Triton") else None,
-                    )
-                )
-    return results
-
-
-def table(results: Sequence[NormResult]) -> str:
-    """The results as text, and what each column holds."""
+def model_table(report: dict[str, Any]) -> str:
+    """The report as text, and what each row and column holds."""
+    model, memory, load = report["model"], report["memory"], report["load"]
     lines = [
-        f"{'x':<11} {'dtype':<8} {'way':<13} {'time, us':>9} {'+-':>7} {'GB/s':>7} {'of copy':>7} "
-        f"{'to two lines':>12} {'to float64':>10} {'compile, s':>10}"
+        f"{model['name']}: {model['parameters']:,} parameters, {model['dtype']} on {model['device']}; "
+        f"batch {model['batch']}, {model['prompt_tokens']} prompt tokens, {model['new_tokens']} new, "
+        f"{model['runs']} runs",
+        "",
+        f"limits   copy {both(report['limits']['copy'], 1e-9)} GB/s, "
+        f"read {both(report['limits']['read'], 1e-9)} GB/s, "
+        f"matmul {both(report['limits']['matmul'], 1e-9)} GFLOP/s, "
+        f"bare linears {both(report['limits']['linears'])} steps/s",
     ]
-    for r in results:
-        compile_seconds = "" if r.compile_seconds is None else f"{r.compile_seconds:.1f}"
+    if load:
         lines.append(
-            f"{f'{r.rows} x {r.width}':<11} {r.dtype:<8} {r.name:<13} {r.seconds * 1e6:>9.1f} "
-            f"{r.spread * 1e6:>7.1f} {r.rate / 1e9:>7.1f} {r.rate / r.copy_rate:>7.0%} "
-            f"{r.to_two_lines:>12.1e} {r.to_float64:>10.1e} {compile_seconds:>10}".rstrip()
+            f"load     {both(load['seconds'], 1, 3)} s, {both(load['bytes_per_second'], 1e-9, 2)} GB/s, "
+            f"{load['of_reading']['median']:.2f} of reading"
         )
-    return "\n".join([*lines, "", *(f"{name:<12} {text}" for name, text in COLUMNS.items())])
+    compiled = memory.get("peak_compiled")
+    lines.append(
+        f"memory   peak {memory['peak'] / 1e6:,.0f} MB, {memory['before'] / 1e6:,.0f} MB of it before "
+        f"the weights of {model['weight_bytes'] / 1e6:,.0f} MB came"
+        + (f"; compiled {compiled / 1e6:,.0f} MB" if compiled else "")
+    )
+    columns = {
+        "prefill": {"GFLOP/s": "operations_per_second", "of matmul": "of_matmul"},
+        "decode": {
+            "GB/s": "bytes_per_second",
+            "of copy": "of_copy",
+            "of read": "of_read",
+            "of linears": "of_linears",
+        },
+    }
+    for phase, keys in columns.items():
+        names = [*keys, "to transf.", *["same", "first, s"] * (phase == "decode")]
+        heading = "".join(f" {name:>10}" for name in names)
+        lines += ["", f"{phase:<22} {'tokens/s':>10} {'+-':>7}{heading}"]
+        for row in report["ways"]:
+            numbers = row[phase]
+            rates = numbers["tokens_per_second"]
+            cells = [
+                f"{numbers[key]['median'] / 1e9:,.1f}"
+                if key.endswith("_per_second")
+                else f"{numbers[key]['median']:.0%}"
+                for key in keys.values()
+            ]
+            ratio = numbers.get("to_transformers")
+            cells.append(f"{ratio['median']:.2f}" if ratio else "")
+            if phase == "decode":
+                cells.append(str(row["same_tokens"]))
+                first = row["first_step_seconds"]
+                cells.append("" if first is None else f"{first:.1f}")
+            line = "".join(f" {cell:>10}" for cell in cells)
+            lines.append(
+                f"{row['way']:<22} {rates['median']:>10,.1f} {rates['spread']:>7,.1f}{line}".rstrip()
+            )
+    explained = {**WAYS, **COLUMNS}
+    return "\n".join([*lines, "", *(f"{name:<12} {text}" for name, text in explained.items())])
+
+
+def both(number: dict[str, float], scale: float = 1.0, digits: int = 1) -> str:
+    """A median and its spread."""
+    return f"{number['median'] * scale:,.{digits}f} +- {number['spread'] * scale:,.{digits}f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m llama_mini.bench", description=__doc__.split("\n")[0]
+        prog="python -m llama_mini.bench", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("--norm", action="store_true", help="what a fused RMSNorm saves")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: each one that is there")
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", metavar="FOLDER", help="a checkpoint folder or hub name")
+    what.add_argument("--shape", metavar="NAME", help=f"random weights: {', '.join(SHAPES)}")
+    what.add_argument("--norm", action="store_true", help="what a fused RMSNorm saves")
+    add = parser.add_argument
+    add(
+        "--device", choices=["cpu", "cuda"], help="default: the GPU; --norm: each one that is there"
+    )
+    add("--json", action="store_true", help="print every number as one JSON object")
+    of_models = [
+        add(
+            "--dtype",
+            choices=["float32", "bfloat16", "float16"],
+            help="default: float32 on the CPU, bfloat16 on a GPU",
+        ),
+        add(
+            "--compile", action="store_true", help="measure the compiled decoder of fast.py as well"
+        ),
+        add("--batch", type=int, default=1, metavar="N", help="prompts at once (default 1)"),
+        add("--prompt-tokens", type=int, default=512, metavar="N", help="default 512"),
+        add(
+            "--new-tokens",
+            type=int,
+            default=64,
+            metavar="N",
+            help="the first comes from the prefill",
+        ),
+        add("--runs", type=int, default=5, metavar="N", help="default 5"),
+        add("--against", choices=["transformers"], help="measure it in the same run"),
+    ]
     options = parser.parse_args(arguments)
-    if not options.norm:
-        parser.error("say what to measure: --norm")
+    if not options.norm and options.model is None and options.shape is None:
+        parser.error("say what to measure: --model FOLDER, --shape NAME or --norm")
+    given = [a.option_strings[0] for a in of_models if getattr(options, a.dest) != a.default]
+    if options.norm and given:
+        parser.error(f"{', '.join(given)}: not with --norm")
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
+    machine: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     there = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-    devices = [choose_device(options.device).type] if options.device else there
-    machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if "cuda" in there:
         machine["gpu"] = torch.cuda.get_device_name()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = cache
-        results = {device: bench_norm(device) for device in devices}
-    if options.json:
-        rows = [asdict(row) for device in devices for row in results[device]]
-        print(json.dumps({"machine": machine, "norm": rows}, indent=1))
+    if options.norm:
+        devices = [choose_device(options.device).type] if options.device else there
+        results = bench_norms(devices)
+        report: dict[str, Any] = {"norm": [asdict(result) for result in results]}
+        tables = [
+            f"{device}\n{table([r for r in results if r.device == device])}" for device in devices
+        ]
     else:
-        print(", ".join(f"{name} {value}" for name, value in machine.items()))
-        for device in devices:
-            print(f"\n{device}\n{table(results[device])}")
+        report = bench_model(options)
+        if options.against:
+            machine["transformers"] = import_transformers().__version__
+        tables = [model_table(report)]
+    if options.json:
+        print(json.dumps({"machine": machine, **report}, indent=1))
+    else:
+        print(
+            "\n\n".join([", ".join(f"{name} {value}" for name, value in machine.items()), *tables])
+        )
 
 
 if __name__ == "__main__":
