@@ -3,9 +3,10 @@ accounting of it all.
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .config import LlamaConfig, read_json
-from .hub import resolve
+from .config import LlamaConfig, is_there, read_json, unambiguous
+from .hub import INDEX, resolve
 from .model import Llama
+from .refusals import said, short, shown
 
 # Our names and theirs, less ".weight"; N stands for the number of a block.
 HUGGING_FACE = {
@@ -59,6 +61,7 @@ DTYPES = {
 TIED = ("embed.weight", "lm_head.weight")
 # Tables that old files hold, and that rope.py makes.
 RECOMPUTED = re.compile(r"(model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq|rope\.freqs)")
+HEADER_BYTES = 2**20  # of one file; a Llama of 405B in one file would need 0.15 MB
 # Files of a training run that hold no weights.
 TRAINING = {"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"}
 
@@ -131,13 +134,42 @@ def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
     """The config and the headers of a checkpoint; no weights are read, and of a hub model whose
     config is refused none are fetched.
     """
-    folder = resolve(folder_or_hub_id, weights=False)
-    if (folder / "config.json").is_file():
-        LlamaConfig.from_checkpoint(folder)
+    open_config(folder_or_hub_id)
     folder = resolve(folder_or_hub_id)
-    table = HUGGING_FACE if (folder / "config.json").is_file() else META
+    table = HUGGING_FACE if is_there(folder / "config.json") else META
     config = LlamaConfig.from_checkpoint(folder)
     return Checkpoint(config, read_headers(folder, inverse(table)), table)
+
+
+def open_config(folder_or_hub_id: str | Path) -> LlamaConfig:
+    """The config; of a hub model before its weights are fetched, unless (Meta's) it counts on them."""
+    folder = resolve(folder_or_hub_id, weights=False)
+    if not is_there(folder / "config.json"):
+        folder = resolve(folder_or_hub_id)
+    return LlamaConfig.from_checkpoint(folder)
+
+
+def check_weights(model: Llama, checkpoint: Checkpoint) -> None:
+    """Raise a ValueError that names every tensor of a loaded model that holds NaN or infinity, as its
+    file names it.
+    """
+    problems = []
+    for name, weight in model.named_parameters():
+        lowest, highest = weight.aminmax()  # both NaN if there is one
+        if lowest.isfinite() and highest.isfinite():
+            continue
+        names = TIED if name in TIED and checkpoint.config.tie_word_embeddings else (name,)
+        tensor = next(checkpoint.stored[name] for name in names if name in checkpoint.stored)
+        nans, infinite = weight.isnan().sum().item(), weight.isinf().sum().item()
+        problems.append(
+            f"{tensor.file.name} holds {tensor.name} with {nans} NaN and {infinite} infinite"
+        )
+    if problems:
+        more = f"; and {len(problems) - 100} more" if len(problems) > 100 else ""
+        raise ValueError(
+            f"{tensor.file.parent} has weights that are no numbers in {weight.dtype}: "
+            f"{'; '.join(_fold(problems)[:100])}{more}"
+        )
 
 
 def inverse(table: dict[str, str]) -> dict[str, str]:
@@ -159,29 +191,29 @@ def read_headers(folder: Path, names: dict[str, str]) -> dict[str, Stored]:
             if RECOMPUTED.fullmatch(name):
                 continue
             found.add((name, file.name))
-            ours, problem = translate(name, names), ""
+            ours, problem, says = translate(name, names), "", f"{file.name} holds {shown(name)}"
             misplaced = bool(index) and index.get(name) != file.name
             if name.endswith(".bias"):
-                problem = f"{file.name} holds {name}: biases are not supported"
+                problem = f"{says}: biases are not supported"
             elif dtype not in DTYPES:
                 problem = (
-                    f"{file.name} holds {name} as {dtype}: quantised weights are not supported, "
-                    "their scales would be lost"
+                    f"{says} as {dtype}: quantised weights are not supported, their scales would be "
+                    "lost"
                 )
             elif ours is None:
-                problem = f"{file.name} holds {name} {shape}, which is no part of this decoder"
+                problem = f"{says} {short(shape)}, which is no part of this decoder"
             elif misplaced:
-                problem = f"{file.name} holds {name}, which the index does not name there"
+                problem = f"{says}, which the index does not name there"
             if ours is None or (misplaced and name in index):  # that is looked for where it says
                 ours = f"{name} in {file.name}"
             stored[ours] = Stored(file, name, shape, dtype, problem)
     for name, file_name in index.items():
         if (name, file_name) not in found and not RECOMPUTED.fullmatch(name):
-            problem = f"{file_name} lacks {name}, which the index names"
+            problem = f"{file_name} lacks {shown(name)}, which the index names"
             key = translate(name, names) or name
             stored.setdefault(key, Stored(folder / file_name, name, (), "", problem))
     if not stored:
-        raise ValueError(f"{', '.join(map(str, files)) or folder} holds no tensors")
+        raise ValueError(f"{', '.join(map(str, files)) or folder / INDEX} holds no tensors")
     return stored
 
 
@@ -190,11 +222,17 @@ def build(config: LlamaConfig, stored: dict[str, Stored], table: dict[str, str])
     fits it exactly.
     """
     problems = [tensor.problem for tensor in stored.values() if tensor.problem]
+    config_name = "params.json" if table is META else "config.json"
     files = sorted({tensor.file for tensor in stored.values()})
     folder = files[0].parent
     where = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
     numbers = [re.match(r"blocks\.([0-9]{1,9})\.", name) for name in stored]
     blocks = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+    if blocks > 100 + len(stored) // 4:  # each would have 9: blocks without tensors are not made
+        raise ValueError(
+            f"{folder} does not fit its {config_name}: {where} holds {len(stored)} tensors, and their "
+            f"names count {blocks} blocks"
+        )
     if blocks != config.num_hidden_layers:
         problems.append(
             f"num_hidden_layers is {config.num_hidden_layers}, and there are {blocks} blocks in {where}"
@@ -204,16 +242,18 @@ def build(config: LlamaConfig, stored: dict[str, Stored], table: dict[str, str])
             layers = max(1, min(blocks, config.num_hidden_layers))
             model = Llama(dataclasses.replace(config, num_hidden_layers=layers))
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ValueError(f"{folder}: no model of these sizes can be made: {error}") from None
+        raise ValueError(
+            f"{folder / config_name}: no model of these sizes can be made: {said(error)}"
+        ) from None
     expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
     for name, (file, theirs, found, _, problem) in stored.items():
         if not problem and name not in expected:
             problems.append(
-                f"{file.name} holds {theirs} {found}, which a model of this config does not have"
+                f"{file.name} holds {theirs} {short(found)}, which a model of this config does not have"
             )
         elif not problem and found != expected[name]:
             problems.append(
-                f"{file.name} holds {theirs} {found}, and the config says {expected[name]}"
+                f"{file.name} holds {theirs} {short(found)}, and the config says {expected[name]}"
             )
     tied = config.tie_word_embeddings and any(name in stored for name in TIED)
     for name, shape in expected.items():
@@ -221,7 +261,11 @@ def build(config: LlamaConfig, stored: dict[str, Stored], table: dict[str, str])
             untied = " (tie_word_embeddings is false)" if name == TIED[1] else ""
             problems.append(f"{translate(name, table)} {shape} is missing from {where}{untied}")
     if problems:
-        raise ValueError(f"{folder} does not fit: {'; '.join(_fold(problems))}")
+        problems = _fold(problems)
+        more = f"; and {len(problems) - 100} more" if len(problems) > 100 else ""
+        what = f"{'; '.join(problems[:100])}{more}"
+        against = [config_name] + [INDEX] * ("the index" in what)
+        raise ValueError(f"{folder} does not fit its {' and '.join(against)}: {what}")
     return model
 
 
@@ -305,13 +349,30 @@ def _open(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
-        with file.open("rb") as start:
-            pointer = start.read(32).startswith(b"version https://git-lfs")
-        why = "it is a Git LFS pointer, not the file itself (git lfs pull)" if pointer else error
-        raise ValueError(f"{file} cannot be read as safetensors: {why}") from None
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, why: object) -> ValueError:
+    with suppress(OSError), file.open("rb") as start:
+        if start.read(32).startswith(b"version https://git-lfs"):
+            why = "it is a Git LFS pointer, not the file itself (git lfs pull)"
+    return ValueError(f"{file} cannot be read as safetensors: {said(why)}")
 
 
 def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of every tensor.
+
+    What the library lets pass is refused here first: a header of up to 100 MB, which takes gigabytes, and
+    a name that is there twice, of which the last would count.
+    """
+    try:
+        with file.open("rb") as start:
+            length = int.from_bytes(start.read(8), "little")
+            if length > HEADER_BYTES:
+                raise ValueError(f"its header would be longer than {HEADER_BYTES} bytes ({length})")
+            json.loads(start.read(length).decode("utf-8"), object_pairs_hook=unambiguous)
+    except (ValueError, RecursionError, OSError) as error:
+        raise _unreadable(file, error) from None
     with _open(file) as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # not a dict
         return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()]
@@ -320,15 +381,15 @@ def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
 def _weight_files(folder: Path, meta: bool) -> tuple[list[Path], dict[str, str]]:
     """The files that hold a checkpoint, and the index from tensors to file names where one says."""
     one = folder / ("consolidated.00.safetensors" if meta else "model.safetensors")
-    path = folder / "model.safetensors.index.json"
-    if meta and (folder / "consolidated.01.safetensors").exists():
+    path = folder / INDEX
+    if meta and is_there(folder / "consolidated.01.safetensors"):
         raise ValueError(
             f"{folder} holds a checkpoint cut for several devices (consolidated.01.safetensors): join "
             "its consolidated files into one first"
         )
-    if one.is_file():
+    if is_there(one):
         return [one], {}
-    if meta or not path.is_file():
+    if meta or not is_there(path):
         raise _no_weights(folder, one.name)
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
@@ -336,12 +397,18 @@ def _weight_files(folder: Path, meta: bool) -> tuple[list[Path], dict[str, str]]
     for file in index.values():
         if file in ("", ".", "..") or re.search(r"[/\\\0]", file):
             raise ValueError(
-                f"{path} names {file!r}, which is not the name of a file in its folder"
+                f"{path} names {short(file)}, which is not the name of a file in its folder"
             )
     files = [folder / file for file in dict.fromkeys(index.values())]
-    gone = [file.name for file in files if not file.is_file()]
+    try:
+        gone = [shown(file.name) for file in files if not is_there(file)]
+    except ValueError as error:
+        raise ValueError(f"{path} names a file that is none: {said(error)}") from None
     if gone:
-        raise FileNotFoundError(f"{path} names files that are not there: {', '.join(gone)}")
+        more = f" and {len(gone) - 20} more" if len(gone) > 20 else ""
+        raise FileNotFoundError(
+            f"{path} names files that are not there: {', '.join(gone[:20])}{more}"
+        )
     return files, index
 
 

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .refusals import family_of, refuse, short
+from .refusals import family_of, listed, refuse, said, short, shown
 
 SIZES = (
     "vocab_size",
@@ -32,6 +33,8 @@ META_KEYS = frozenset(
     "use_scaled_rope rope_scale_factor max_seq_len max_batch_size".split()
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# The largest known of the files read here has 1.2 MB; parsed, one takes 30 times its size.
+JSON_BYTES = 4 * 2**20
 
 
 def _require_positive(key: str, value: Any, *kinds: type) -> None:
@@ -181,14 +184,14 @@ class LlamaConfig:
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
         path = folder / "config.json"
-        if not path.is_file():
+        if not is_there(path):
             path = folder / "params.json"
-        if not path.is_file():
+        if not is_there(path):
             raise FileNotFoundError(
                 f"{folder} holds no config.json (Hugging Face) and no params.json (Meta)"
             )
         generation = folder / "generation_config.json"
-        stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
+        stops = read_json(generation).get("eos_token_id") if is_there(generation) else None
         values = read_json(path)
         if path.name == "params.json" and values.get("vocab_size") == -1:
             from .checkpoint import stored_vocab_size  # which needs this module
@@ -205,12 +208,49 @@ class LlamaConfig:
         return dataclasses.replace(config, eos_token_id=tuple(eos))
 
 
+def is_there(path: Path) -> bool:
+    """Whether `path` is a file; a `ValueError` for what stands there and is none.
+
+    Links are followed wherever they lead: a hub cache is made of links, large files are often kept on
+    another disk, and what is behind one is only ever read as the format that it claims. One that leads
+    nowhere is an error, and not a file left out.
+    """
+    try:
+        if path.is_file():
+            return True
+        there = os.path.lexists(path)
+    except OSError as error:  # no permission, a name too long
+        raise ValueError(f"{path} cannot be opened: {error.strerror}") from None
+    if there:
+        what = (
+            "a link that leads to no file"
+            if path.is_symlink()
+            else "no file but a folder or device"
+        )
+        raise ValueError(f"{path} is {what}")
+    return False
+
+
+def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a `ValueError` for one that gives two values to a name."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        for name, value in pairs:
+            if value != values[name]:
+                raise ValueError(
+                    f"{short(name)} is there twice, as {short(value)} and as {short(values[name])}"
+                )
+    return values
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`; a `ValueError` that names it when there is none."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+        if path.stat().st_size > JSON_BYTES:
+            raise ValueError(f"it is longer than {JSON_BYTES} bytes")
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unambiguous)
+    except (ValueError, RecursionError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {said(error)}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
     return values
@@ -265,7 +305,9 @@ def _rope(given: dict[str, Any]) -> RopeConfig:
     for part in found:
         for key, value in part.items():
             if key in fields and fields[key] != value:
-                raise ValueError(f"two different {key} in one config: {fields[key]} and {value}")
+                raise ValueError(
+                    f"two different {key} in one config: {short(fields[key])} and {short(value)}"
+                )
             fields[key] = value
     _require_keys(fields, ROPE_KEYS[rope_type], f"RoPE scaling {rope_type!r}")
     return RopeConfig(**fields)
@@ -279,11 +321,11 @@ def _rope_fields(key: str, values: Any) -> dict[str, Any]:
         fields.pop(name) for name in ("type", "rope_type") if isinstance(fields.get(name), str)
     }
     if len(names) > 1:
-        raise ValueError(f"{key} names two types: {', '.join(sorted(names))}")
+        raise ValueError(f"{key} names two types: {shown(', '.join(sorted(names)))}")
     rope_type = names.pop() if names else "default"
     if rope_type not in ROPE_KEYS:
         raise ValueError(
-            f"{key} asks for {rope_type!r} RoPE scaling, which is not supported; supported: "
+            f"{key} asks for {short(rope_type)} RoPE scaling, which is not supported; supported: "
             f"{', '.join(ROPE_KEYS)}"
         )
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
@@ -291,7 +333,7 @@ def _rope_fields(key: str, values: Any) -> dict[str, Any]:
     for name, value in fields.items():
         if name != "rope_theta" and name not in ROPE_KEYS[rope_type]:
             raise ValueError(
-                f"{key}: {name} is {short(value)}: this key is not known for rope_type {rope_type!r}"
+                f"{key}: {shown(name)} is {short(value)}: this key is not known for rope_type {rope_type!r}"
             )
     return {**fields, "rope_type": rope_type}
 
@@ -325,8 +367,9 @@ def _from_meta(given: dict[str, Any]) -> dict[str, Any]:
     _require_keys(given, ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps"), "params.json")
     unknown = sorted(given.keys() - META_KEYS)
     if unknown:
-        what = ", ".join(f"{key} is {short(given[key])}" for key in unknown)
-        raise ValueError(f"{what}: not known in params.json, and may change the output")
+        raise ValueError(
+            f"{listed(given, unknown)}: not known in params.json, and may change the output"
+        )
     for key in ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of"):
         _require_positive(key, given.get(key, 256), int)
     multiple, multiplier = given.get("multiple_of", 256), given.get("ffn_dim_multiplier", 1.0)

@@ -76,13 +76,8 @@ def stream(
     model's, or do not fit its context together with the new tokens.
     """
     require_sampling(temperature, top_k, top_p)
-    try:
-        prompts = [[index(token) for token in prompt] for prompt in prompts]
-        stops = model.config.eos_token_id if stop_ids is None else map(index, stop_ids)
-    except TypeError:
-        raise ValueError(
-            "prompts must be a list of prompts, each a list of token ids, and stop_ids a list of ids"
-        ) from None
+    prompts = _lists(prompts)
+    (stops,) = _lists([model.config.eos_token_id if stop_ids is None else stop_ids])
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size}: it must be 1 or more; None is all of it")
     require_prompts(model.config, prompts, max_new_tokens)
@@ -94,12 +89,22 @@ def generate(
     model: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: object
 ) -> list[list[int]]:
     """The new ids of every prompt, its stop id included; options as for `stream`."""
+    prompts = _lists(prompts)
     outputs: list[list[int]] = [[] for _ in prompts]
     for step_ids in stream(model, prompts, max_new_tokens, **options):  # type: ignore[arg-type]
         for output, token in zip(outputs, step_ids, strict=True):
             if token is not None:
                 output.append(token)
     return outputs
+
+
+def _lists(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    try:
+        return [[index(token) for token in prompt] for prompt in prompts]
+    except TypeError:
+        raise ValueError(
+            "prompts must be a list of prompts, each a list of token ids, and stop_ids a list of ids"
+        ) from None
 
 
 @torch.inference_mode()
@@ -134,7 +139,10 @@ def _stream(
             positions = (queries - padding[:, None]).clamp(min=0)
             mask = padded_mask(queries, columns[: cache.length + tokens.shape[1]], padding)
         logits = model(tokens, cache=cache, positions=positions, mask=mask, last_only=True)
-        next_ids = sample(logits[:, -1, :vocab_size], *sampling)
+        try:
+            next_ids = sample(logits[:, -1, :vocab_size], *sampling)
+        except ValueError as error:
+            raise ValueError(f"at new token {step + 1} {error}") from None
         if agree is not None:
             next_ids = agree(next_ids)
         step_ids = [
@@ -161,12 +169,18 @@ def padded_mask(queries: Tensor, keys: Tensor, padding: Tensor) -> Tensor:
 
 def require_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise a `ValueError` that names the sampling parameter that is out of range."""
-    if not 0 <= temperature < math.inf:
+    if not _within(temperature, 0, torch.finfo(torch.float64).max):
         raise ValueError(f"temperature is {temperature}: it must be 0 (take the likeliest) or more")
-    if top_k is not None and top_k < 1:
+    if top_k is not None and not (hasattr(top_k, "__index__") and top_k >= 1):
         raise ValueError(f"top_k is {top_k}: it must be 1 or more; leave it out to keep every id")
-    if top_p is not None and not 0 <= top_p <= 1:
+    if top_p is not None and not _within(top_p, 0, 1):
         raise ValueError(f"top_p is {top_p}: it must lie between 0 and 1")
+
+
+def _within(value: float, low: float, high: float) -> bool:
+    return (
+        not isinstance(value, (str, bytes)) and hasattr(value, "__float__") and low <= value <= high
+    )
 
 
 def require_prompts(
@@ -175,7 +189,7 @@ def require_prompts(
     """Raise a `ValueError` unless the model can read every prompt and write `max_new_tokens` behind
     it.
     """
-    if max_new_tokens < 0:
+    if not hasattr(max_new_tokens, "__index__") or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be 0 or more")
     for prompt in prompts:
         if len(prompt) == 0:

@@ -169,10 +169,9 @@ def refuse(given: dict[str, Any]) -> None:
         )
     unknown = sorted(given.keys() - USED - HARMLESS - ONLY.keys())
     if unknown:
-        what = ", ".join(f"{key} is {short(given[key])}" for key in unknown)
         raise ValueError(
-            f"{what}: not known for model_type {family}, and may change the output; where you know "
-            "that it does not, delete it"
+            f"{listed(given, unknown)}: not known for model_type {family}, and may change the output; "
+            "where you know that it does not, delete it"
         )
 
 
@@ -208,3 +207,20 @@ def short(value: Any) -> str:
     """The value as it goes into a message of one line."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def shown(name: str) -> str:
+    """A name that a file gives, as it goes into a message of one line: quoted and cut where it is odd."""
+    return name if name.isprintable() and len(name) <= 200 else short(name)
+
+
+def said(error: object) -> str:
+    """What a library says of a file, which may quote it, as it goes into a message of one line."""
+    text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(error).split()))
+    return text if len(text) <= 400 else text[:397] + "..."
+
+
+def listed(given: dict[str, Any], names: list[str]) -> str:
+    """Some of the keys with their values, as they go into a message of one line."""
+    what = ", ".join(f"{shown(name)} is {short(given[name])}" for name in names[:20])
+    return what if len(names) <= 20 else f"{what} and {len(names) - 20} more"

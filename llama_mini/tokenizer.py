@@ -9,15 +9,19 @@ appended, whatever `add_eos_token` or a post-processor says: a closed prompt has
 import codecs
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Any
 
-from .config import read_json
+from .config import is_there, read_json
 from .hub import resolve
+from .refusals import said, short
 
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
+FILE_BYTES = 64 * 2**20  # of a tokenizer file; the largest known has 33 MB
 
 
 class Tokenizer:
@@ -74,6 +78,8 @@ class Tokenizer:
         Raises ValueError for text that is not valid Unicode and for a BOS that the tokenizer does
         not have.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"a text must be a str, not {type(text).__name__}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -141,6 +147,10 @@ class StreamDecoder:
     def push(self, token_id: int) -> str:
         """The text that this id completes, "" if none."""
         size = self._tokenizer.vocab_size
+        try:
+            token_id = index(token_id)
+        except TypeError:
+            raise ValueError(f"a token id must be an integer, not {short(token_id)}") from None
         if not 0 <= token_id < size:
             raise ValueError(f"token id {token_id} is outside the tokenizer's vocabulary of {size}")
         data = self._tokenizer._bytes(token_id)
@@ -159,18 +169,25 @@ class TokenSettings:
     def __init__(self, folder: Path) -> None:
         names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
         config, token_map, added = files = [_json(folder / name) for name in names]
-        self.add_bos: bool | None = config.get("add_bos_token")  # None: the tokenizer file decides
-        self.legacy = bool(config.get("legacy"))  # SentencePiece: a space after every control token
         self.named: dict[str, str] = {}  # "bos_token" -> "<s>"
         self.special: set[str] = set()
         self.added: dict[int, dict[str, Any]] = {}  # id -> content, lstrip, rstrip
         try:
+            # Who puts a BOS; None: the tokenizer file decides.
+            self.add_bos = _flag(config, "add_bos_token")
+            # SentencePiece: a space after every control token.
+            self.legacy = _flag(config, "legacy")
             for key, token in (config.get("added_tokens_decoder") or {}).items():
+                if not re.fullmatch("[0-9]{1,9}", key):
+                    raise ValueError(f"{short(key)} is not a token id")
                 self.added[int(key)] = token
-                if token.get("special"):
+                special, *_ = [_flag(token, name) for name in ("special", "lstrip", "rstrip")]
+                if special:
                     self.special.add(token["content"])
             for text, token_id in added.items():
-                self.added.setdefault(int(token_id), {"content": text})
+                if type(token_id) is not int or not 0 <= token_id < 10**9:
+                    raise ValueError(f"{short(token_id)} is not a token id")
+                self.added.setdefault(token_id, {"content": text})
             for file in (config, token_map):
                 for key in NAMED_TOKENS:
                     if file.get(key) is not None:
@@ -179,25 +196,31 @@ class TokenSettings:
                     extra = file.get(key) or []
                     extra = extra.values() if isinstance(extra, dict) else extra
                     self.special.update(_content(token) for token in extra)
-            for token in self.added.values():
-                _content(token)
-            if min(self.added, default=0) < 0:
-                raise ValueError(f"{min(self.added)} is not a token id")
+            if not all(_content(token) for token in self.added.values()):
+                raise ValueError("an added token has no text")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             there = " or ".join(name for name, file in zip(names, files, strict=True) if file)
             raise ValueError(
-                f"{folder}: the special or added tokens in {there} are not readable ({error!r})"
+                f"{folder}: the special or added tokens in {there} are not readable ({said(repr(error))})"
             ) from None
         self.special.update(self.named.values())
+
+
+def _flag(values: dict[str, Any], name: str) -> bool | None:
+    """A setting that is true, false, or null and left out."""
+    value = values.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {short(value)}")
+    return value
 
 
 def _content(token: Any) -> str:
     """A token's text, which files write plainly or in an object."""
     content = token["content"] if isinstance(token, dict) else token
     if not isinstance(content, str):
-        raise TypeError(f"{token!r} is not a token")
+        raise TypeError(f"{short(token)} is not a token")
     if any("\ud800" <= character <= "\udfff" for character in content):
-        raise TypeError(f"{content!r} is not valid Unicode")
+        raise TypeError(f"{short(content)} is not valid Unicode")
     return content
 
 
@@ -218,20 +241,22 @@ class SentencePieceTokenizer(Tokenizer):
             model = SentencePieceProcessor(model_proto=data)
             # Later fields of a protobuf overrule earlier: normalizer_spec.add_dummy_prefix = false.
             bare = SentencePieceProcessor(model_proto=data + b"\x1a\x02\x18\x00")
-        except RuntimeError as error:
+            size = model.get_piece_size()
+            pieces = [model.id_to_piece(i) for i in range(size)]  # which have to be UTF-8
+            own = [("bos", model.bos_id()), ("eos", model.eos_id()), ("unk", model.unk_id())]
+            names = {f"{name}_token": pieces[token_id] for name, token_id in own if token_id >= 0}
+        except (RuntimeError, IndexError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{path} is not a SentencePiece model ({error}): download it again"
+                f"{path} is not a SentencePiece model ({said(error)}): download it again"
             ) from None
+        self._path, self._pieces = path, pieces
         self._model, self._after_token = model, model if settings.legacy else bare
-        size, self.named = model.get_piece_size(), settings.named
-        own = {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id()}
-        for name, token_id in own.items():
-            if token_id >= 0:
-                self.named.setdefault(f"{name}_token", model.id_to_piece(token_id))
+        self.named = names | settings.named
         self._added = {token_id: token["content"] for token_id, token in settings.added.items()}
-        self._ids = {model.id_to_piece(i): i for i in range(size) if model.is_control(i)}
+        self._ids = {pieces[i]: i for i in range(size) if model.is_control(i)}
         for text in settings.special | set(self.named.values()):
-            if model.id_to_piece(token_id := model.piece_to_id(text)) == text:
+            token_id = model.piece_to_id(text)
+            if 0 <= token_id < size and pieces[token_id] == text:
                 self._ids[text] = token_id
         self.control = dict(self._ids)
         for token_id, text in self._added.items():
@@ -248,7 +273,9 @@ class SentencePieceTokenizer(Tokenizer):
             choices = []
             for text in sorted(texts, key=len, reverse=True):
                 token = flags.get(text, {})
-                left, right = (r"\s*" if token.get(flag) else "" for flag in ("lstrip", "rstrip"))
+                # Tried where spaces begin, not at each of them: a page of spaces would take minutes.
+                left = r"(?:(?<!\s)\s*)?" if token.get("lstrip") else ""
+                right = r"\s*" if token.get("rstrip") else ""
                 choices.append(f"{left}({re.escape(text)}){right}")
             return re.compile("|".join(choices) or "(?!)")
 
@@ -259,7 +286,13 @@ class SentencePieceTokenizer(Tokenizer):
         for match in [*self._patterns[special].finditer(text), None]:
             start, end = match.span() if match else (len(text), len(text))
             model = self._after_token if position else self._model
-            ids += [(i, position, position) for i in model.encode(text[position:start])]
+            try:
+                plain = model.encode(text[position:start])
+            except (RuntimeError, IndexError) as error:
+                raise ValueError(
+                    f"{self._path} does not encode this text ({said(error)})"
+                ) from None
+            ids += [(i, position, position) for i in plain]
             if match and match.lastindex:
                 ids.append((self._ids[match[match.lastindex]], start, end))
             position = end
@@ -269,9 +302,9 @@ class SentencePieceTokenizer(Tokenizer):
         if token_id in self._added:
             text = self._added[token_id]
             return b"" if text in self.control else text.encode()
-        if token_id >= self._model.get_piece_size():
+        if token_id >= len(self._pieces):
             return b""
-        piece = self._model.id_to_piece(token_id)
+        piece = self._pieces[token_id]
         if self._model.is_byte(token_id):
             return bytes([int(piece[3:5], 16)])
         return b"" if piece in self.control else piece.replace("\u2581", " ").encode()
@@ -287,13 +320,12 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, path: Path, settings: TokenSettings) -> None:
         import tokenizers
 
-        data = _read(path)
-        try:
+        data, self._path = _read(path), path
+        # With one, pieces shorter than it end the library's loading in a panic.
+        if re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):
+            raise ValueError(f"{path} has a continuing_subword_prefix, which is not supported")
+        with _panics(path, "is not a tokenizer.json"):
             self._model = model = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # the library raises no narrower class
-            raise ValueError(
-                f"{path} is not a tokenizer.json ({error}): download it again"
-            ) from None
         model.no_truncation()
         model.no_padding()
         known = {token.content for token in model.get_added_tokens_decoder().values()}
@@ -303,7 +335,7 @@ class JsonTokenizer(Tokenizer):
                 (model.add_special_tokens if text in settings.special else model.add_tokens)([text])
             if model.token_to_id(text) != token_id:
                 raise ValueError(
-                    f"{path} gives {text!r} the id {model.token_to_id(text)}, the files beside it "
+                    f"{path} gives {short(text)} the id {model.token_to_id(text)}, the files beside it "
                     f"give {token_id}: take all of them from one place"
                 )
         model.add_special_tokens([t for t in settings.special if model.token_to_id(t) is not None])
@@ -312,14 +344,30 @@ class JsonTokenizer(Tokenizer):
         self.control = {token.content: i for i, token in added.items() if token.special}
         self._added = {i: b"" if t.special else t.content.encode() for i, t in added.items()}
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        probe = model.encode("a")
+        self._require_processor(path)
+        with _panics(path, "does not encode a text"):
+            probe = model.encode("a")
         mask = probe.special_tokens_mask
         self._prefix = probe.ids[: mask.index(0)] if 0 in mask else []
         if len(self._prefix) == 1:
             self.named.setdefault("bos_token", str(model.id_to_token(self._prefix[0])))
         if settings.add_bos is not None:
             self._prefix = [self.bos_id] if settings.add_bos and self.bos_id is not None else []
+        if unknown := [i for i in self._prefix if model.id_to_token(i) is None]:
+            raise ValueError(f"{path} puts {unknown} before a text, which are no tokens of it")
         self._read_decoder(path)
+
+    def _require_processor(self, path: Path) -> None:
+        """Raise a ValueError for a template of tokens that it does not define: the library would panic."""
+        if self._model.post_processor is None:
+            return
+        steps = [json.loads(self._model.post_processor.__getstate__())]
+        for step in steps:
+            steps += step.get("processors", [])
+            for piece in step.get("single", []):
+                name = piece.get("SpecialToken", {}).get("id")
+                if name is not None and name not in step["special_tokens"]:
+                    raise ValueError(f"{path}: its post_processor does not define {short(name)}")
 
     def _read_decoder(self, path: Path) -> None:
         """Take from the file's decoder how a piece becomes bytes."""
@@ -345,7 +393,7 @@ class JsonTokenizer(Tokenizer):
                     self._strip_space = True
                 case _:
                     raise ValueError(
-                        f"{path}: decoder step {step} is not supported; ByteLevel, Metaspace, "
+                        f"{path}: decoder step {short(step)} is not supported; ByteLevel, Metaspace, "
                         "ByteFallback, Fuse, Replace and a Strip of one leading space are"
                     )
         # GPT-2's table: bytes that print are themselves, the others in order U+0100 and up.
@@ -356,7 +404,8 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, special: bool) -> list[tuple[int, int, int]]:
         self._model.encode_special_tokens = not special
-        encoding = self._model.encode(text, add_special_tokens=False)
+        with _panics(self._path, "does not encode this text"):
+            encoding = self._model.encode(text, add_special_tokens=False)
         return [(i, *span) for i, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def _bytes(self, token_id: int) -> bytes:
@@ -372,9 +421,27 @@ class JsonTokenizer(Tokenizer):
         return text.encode()
 
 
+@contextmanager
+def _panics(path: Path, what: str) -> Iterator[None]:
+    """Make a ValueError of whatever the tokenizers library raises: there is no narrower class, and its
+    panics are not even an Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{path} {what} ({said(error)}): download it again") from None
+        raise
+
+
 def _read(path: Path) -> bytes:
-    """The bytes of a tokenizer file. Raises ValueError where it is empty or a Git LFS pointer."""
-    data = path.read_bytes()
+    """The bytes of a tokenizer file. Raises ValueError where it is empty, a Git LFS pointer or too long."""
+    try:
+        if path.stat().st_size > FILE_BYTES:
+            raise ValueError(f"{path} is longer than {FILE_BYTES} bytes: it is no tokenizer")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
     if not data or data.startswith(b"version https://git-lfs"):
         what = "a Git LFS pointer" if data else "empty"
         raise ValueError(f"{path} is {what}, not the file itself: download it again (git lfs pull)")
@@ -383,7 +450,7 @@ def _read(path: Path) -> bytes:
 
 def _json(path: Path) -> dict[str, Any]:
     """The JSON object in a file that a checkpoint may leave out."""
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if is_there(path) else {}
 
 
 def load_tokenizer(folder_or_hub_id: str | Path) -> Tokenizer:
@@ -393,9 +460,9 @@ def load_tokenizer(folder_or_hub_id: str | Path) -> Tokenizer:
     """
     folder = resolve(folder_or_hub_id, weights=False)
     settings = TokenSettings(folder)
-    if (folder / "tokenizer.json").is_file():
+    if is_there(folder / "tokenizer.json"):
         return JsonTokenizer(folder / "tokenizer.json", settings)
-    if (folder / "tokenizer.model").is_file():
+    if is_there(folder / "tokenizer.model"):
         return SentencePieceTokenizer(folder / "tokenizer.model", settings)
     raise FileNotFoundError(
         f"{folder} holds no tokenizer: neither tokenizer.json nor tokenizer.model (transformers' "
