@@ -164,7 +164,7 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
         from llama_mini.fast import fast_model  # with torch's compiler, which takes its time
 
         model = fast_model(model)
-        list(stream(model, [[0]], 2, stop_ids=()))  # compiles, so that tokens come evenly
+        model.prepare(1)  # compiles, so that tokens come evenly
     loaded = time.perf_counter()
 
     steps = stream(

@@ -20,6 +20,7 @@ from .cli import choose_device, peak_memory
 from .config import LlamaConfig
 from .generation import require_prompts, stream
 from .hub import resolve
+from .memory import require_memory
 from .model import Llama
 
 LLAMA3 = {
@@ -271,11 +272,9 @@ def step_bytes(model: Llama, batch: int, prompt_tokens: int, new_tokens: int) ->
 
 
 def read_files(files: Iterable[Path]) -> None:
-    buffer = bytearray(2**24)
+    """Into memory of its own, which a loader that does not map needs too."""
     for file in files:
-        with file.open("rb", buffering=0) as opened:
-            while opened.readinto(buffer):
-                pass
+        file.read_bytes()
 
 
 def measure_load(
@@ -329,7 +328,8 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     values: dict[str, Any] = {}
     if options.shape is None:
-        config = open_checkpoint(options.model).config
+        checkpoint = open_checkpoint(options.model)
+        config = checkpoint.config
     elif options.shape in SHAPES:
         values = dict(SHAPES[options.shape])  # weights without training know no end of context
         values["max_position_embeddings"] = max(values["max_position_embeddings"], t + n)
@@ -345,6 +345,7 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
 
     memory, load = {"before": peak_memory(device)}, None
     if options.shape is None:
+        require_memory(checkpoint, device, dtype, t, n)
         model, load = measure_load(options.model, device, dtype, options.runs)
     else:
         model = random_model(config, device, dtype)

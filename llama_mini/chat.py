@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .config import read_json
+from .config import is_there, read_json
 from .hub import resolve
 from .tokenizer import Tokenizer
 
@@ -53,13 +53,13 @@ def chat_prompt(
 def _read_template(folder: Path) -> tuple[Path, str]:
     """The file that holds the chat template, and the template."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if is_there(path):
         try:
             return path, path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
     path = folder / "tokenizer_config.json"
-    template = read_json(path).get("chat_template") if path.is_file() else None
+    template = read_json(path).get("chat_template") if is_there(path) else None
     if isinstance(template, list):  # several, by name
         try:
             named = {entry["name"]: entry["template"] for entry in template}

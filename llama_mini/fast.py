@@ -11,23 +11,25 @@ import copy
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch._dynamo import mark_dynamic
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import TorchDynamoException
 
 from .cache import KVCache
 from .model import Attend, Block, Llama
 from .rope import cos_sin
 
-ROWS = 8  # up to here, a CPU reads weights faster by dot products than by its matrix product
-SPAN = {
-    False: 1,
-    True: 256,
-}  # a step attends over a multiple of so many positions; on CUDA each is a graph
+# Up to so many rows, dot products read the weights faster than a matrix product does.
+ROWS = {"cpu": 8, "cuda": 1}
+# A step attends over a multiple of so many positions: on a GPU, each number of them is a graph.
+SPAN = {"cpu": 1, "cuda": 256}
+TYPICAL = 512  # positions for which the compiler chooses its loops; they hold for any number
 
 
 class RowLinear(nn.Linear):
@@ -38,11 +40,10 @@ class RowLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.shape[:-1].numel()
-        on_cpu = x.device.type == "cpu"
-        if rows > (ROWS if on_cpu else 1) or not torch.compiler.is_compiling():
-            if rows > ROWS and on_cpu and x.dtype in EMULATED:
-                return nn.functional.linear(x.float(), self.weight.float()).to(x.dtype)
+        rows, few = x.shape[:-1].numel(), ROWS.get(x.device.type, 0)
+        if rows > few and x.device.type == "cpu" and x.dtype in EMULATED:
+            return nn.functional.linear(x.float(), self.weight.float()).to(x.dtype)
+        if rows > few or not torch.compiler.is_compiling():
             return super().forward(x)
         wide = x.float().reshape(rows, -1)
         # The compiler keeps the values of a tensor with strides of its own. Else it would compute what
@@ -86,8 +87,8 @@ class RowAttend(Attend):
 
 
 class Slot(NamedTuple):
-    """A block's cache while one position is written: where stands in a tensor, so that no code and no
-    graph depends on it, and the first `span` positions are read, which `mask` cuts.
+    """A block's cache for one step: the position to write is a number in a tensor, so that neither code
+    nor graph depends on it. Of the first `span` positions, which are read, `mask` leaves those written.
     """
 
     keys: Tensor
@@ -96,6 +97,7 @@ class Slot(NamedTuple):
     span: int
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write `k`, `v` (b, g, 1, d) at the slot; return keys and values (b, g, span, d)."""
         self.keys.index_copy_(2, self.slot, k)
         self.values.index_copy_(2, self.slot, v)
         return self.keys[:, :, : self.span], self.values[:, :, : self.span]
@@ -109,7 +111,7 @@ class StepGraph:
         step(*self.inputs)  # compiles; writes the same position as the step that is captured
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=torch.cuda.Stream()):
             self.logits = step(*self.inputs)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
@@ -120,13 +122,14 @@ class StepGraph:
 
 
 class FastLlama(Llama):
-    """A `Llama` whose steps of one token through a cache are compiled; `fast_model` makes it."""
+    """A `Llama` whose steps of one token through a cache are compiled; `fast_model` makes it.
 
-    def prepare(self) -> None:
-        """What a step needs beside the modules: its compiled parts, and the graphs made so far."""
-        self.compiled = {function: compiled(function) for function in (begin, run_block, end)}
-        self.cache: Callable[[], KVCache | None] = lambda: None
-        self.graphs: dict[int, StepGraph] = {}
+    The first step of every batch size compiles for some seconds.
+    """
+
+    # By batch size; and the graphs of every cache in use, by span and shapes.
+    parts: dict[int, "Parts"]
+    graphs: weakref.WeakKeyDictionary[KVCache, dict[Any, StepGraph]]
 
     def forward(
         self,
@@ -141,7 +144,9 @@ class FastLlama(Llama):
             return super().forward(tokens, cache, positions, mask, last_only)
         cache.require(tokens.shape[0], 1, self.embed.weight.dtype)
         self.config.require_in_window(cache.length + 1)
-        return self.step(tokens, cache, positions, mask)
+        on_gpu = tokens.device.type == "cuda"
+        with torch.cuda.device(tokens.device) if on_gpu else nullcontext():
+            return self.step(tokens, cache, positions, mask)
 
     @torch.inference_mode()
     def step(
@@ -149,44 +154,85 @@ class FastLlama(Llama):
     ) -> Tensor:
         """Logits (b, 1, vocab) after one more token (b, 1)."""
         device, length = tokens.device, cache.length
-        if mask is not None and mask.dim() < 4:
-            mask = mask.unsqueeze(-3)
-        if self.cache() is not cache:
-            self.graphs.clear()
-            self.cache = weakref.ref(cache)
+        parts = self.prepare(len(tokens))
+        if cache not in self.graphs:
+            self.graphs[cache] = {}
             for tensor in cache.keys + cache.values:
                 mark_dynamic(tensor, 2)
         # Below the capacity as long as it can be: a span that equals it is compiled anew.
-        whole = SPAN[device.type == "cuda"]
+        whole = SPAN[device.type]
         span = min(-(-(length + 1) // whole) * whole, max(cache.capacity - 1, length + 1))
         slot = torch.full((1,), length, device=device)
-        seen = torch.zeros(
-            1 if mask is None else mask.shape[0], 1, 1, span, dtype=torch.bool, device=device
-        )
+        if mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(-3)
+        rows = 1 if mask is None else mask.shape[0]
+        seen = torch.zeros(rows, 1, 1, span, dtype=torch.bool, device=device)
         seen[..., : length + 1] = True if mask is None else mask
         inputs = (tokens, slot, slot if positions is None else positions, seen)
-        try:
-            if device.type == "cuda" and span not in self.graphs:
-                self.graphs[span] = StepGraph(self.run, inputs)
-            logits = self.graphs[span](inputs) if device.type == "cuda" else self.run(*inputs)
-        except BackendCompilerFailed as error:
-            why = str(error).strip().split("\n")[0]
-            raise ValueError(f"this machine cannot compile a step, so use none: {why}") from None
+        run = partial(self.run, parts, cache.keys, cache.values)
+        if device.type == "cuda":
+            shapes = tuple(tensor.shape for tensor in inputs)
+            if shapes not in self.graphs[cache]:
+                self.graphs[cache][shapes] = StepGraph(run, inputs)
+            logits = self.graphs[cache][shapes](inputs)
+        else:
+            logits = run(*inputs)
         cache.length += 1
         return logits
 
-    def run(self, tokens: Tensor, slot: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def prepare(self, batch: int) -> "Parts":
+        """The compiled parts of a step for this many rows, tried once with TYPICAL positions.
+
+        A `ValueError` where this machine cannot compile.
+        """
+        if batch not in self.parts:
+            weight = self.embed.weight
+            parts = Parts(*map(compiled, (begin, run_block, end)))
+            with torch.inference_mode():
+                cache = KVCache(self.config, batch, TYPICAL + 2, weight.device, weight.dtype)
+                for tensor in cache.keys + cache.values:
+                    mark_dynamic(tensor, 2)
+                tokens = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
+                slot = torch.full((1,), TYPICAL, device=weight.device)
+                seen = torch.ones(1, 1, 1, TYPICAL + 1, dtype=torch.bool, device=weight.device)
+                try:
+                    self.run(parts, cache.keys, cache.values, tokens, slot, slot, seen)
+                except TorchDynamoException as error:
+                    why = str(error).strip().split("\n")[0]
+                    raise ValueError(
+                        f"this machine cannot compile a step: use the plain model ({why})"
+                    ) from None
+            self.parts[batch] = parts
+        return self.parts[batch]
+
+    def run(
+        self,
+        parts: "Parts",
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        tokens: Tensor,
+        slot: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+    ) -> Tensor:
         """`Llama.forward` in compiled parts, of which all blocks share one."""
-        cache = self.cache()
-        assert cache is not None
         mark_dynamic(mask, 3)
-        x, cos, sin = self.compiled[begin](self, tokens, positions)
-        for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
-            x = self.compiled[run_block](block, x, cos, sin, mask, keys, values, slot)
-        return self.compiled[end](self, x)
+        x, cos, sin = parts.begin(self, tokens, positions)
+        for block, *written in zip(self.blocks, keys, values, strict=True):
+            x = parts.block(block, x, cos, sin, mask, slot, *written)
+        return parts.end(self, x)
+
+
+class Parts(NamedTuple):
+    """A step in three compiled functions: before the blocks, one block, behind them."""
+
+    begin: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    block: Callable[..., Tensor]
+    end: Callable[..., Tensor]
 
 
 def begin(model: Llama, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The stream (b, 1, m) as it begins, and cosines and sines of the positions."""
     x = model.embed(tokens)
     return x, *cos_sin(model.config.rope, model.config.head_dim, positions, x.dtype)
 
@@ -197,19 +243,21 @@ def run_block(
     cos: Tensor,
     sin: Tensor,
     mask: Tensor,
+    slot: Tensor,
     keys: Tensor,
     values: Tensor,
-    slot: Tensor,
 ) -> Tensor:
+    """The stream (b, 1, m) behind a block."""
     return block(x, cos, sin, mask, Slot(keys, values, slot, mask.shape[-1]))
 
 
 def end(model: Llama, x: Tensor) -> Tensor:
+    """Logits (b, 1, vocab) of the stream."""
     return model.lm_head(model.final_norm(x))
 
 
 def compiled(function: Any) -> Any:
-    """The function compiled for one model: what was compiled for another is never looked at.
+    """The function compiled for one model and batch: what was compiled for another is never looked at.
 
     So of the conditions that torch checks before each call only those on tensors and shapes are kept, which
     saves a millisecond in a step of 30 blocks; the others are about a model that stays as it is.
@@ -226,16 +274,16 @@ FAST = {Llama: FastLlama, nn.Linear: RowLinear, Attend: RowAttend}
 def fast_model(model: Llama) -> FastLlama:
     """The model in its fast form, on the same weights; the model itself stays as it is.
 
-    Its first step of one token compiles for some seconds. Logits come without gradients. A `ValueError`
-    for a model on another device than a CPU or a CUDA GPU.
+    Logits of its steps come without gradients. A `ValueError` for a model on another device than a CPU
+    or a CUDA GPU.
     """
     device = model.embed.weight.device
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in SPAN:
         raise ValueError(f"the compiled form runs on cpu and cuda, and the model is on {device}")
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     fast = copy.deepcopy(model, shared)
     for module in fast.modules():
         module.__class__ = FAST.get(type(module), type(module))
     assert isinstance(fast, FastLlama)
-    fast.prepare()
+    fast.parts, fast.graphs = {}, weakref.WeakKeyDictionary()
     return fast

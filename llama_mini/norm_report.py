@@ -344,16 +344,19 @@ def plot(rows: Sequence[NormRow], path: Path, title: str) -> None:
 
 
 def _report(options: argparse.Namespace) -> str:
-    from .checkpoint import load_model
+    from .checkpoint import load_model, open_checkpoint
+    from .memory import require_memory
     from .tokenizer import load_tokenizer
 
     if options.plot:
         require_plot(Path(options.plot))
-    device = choose_device(options.device)
+    device, dtype = choose_device(options.device), getattr(torch, options.dtype)
+    checkpoint = open_checkpoint(options.model)
     tokenizer = load_tokenizer(options.model)
-    model = load_model(options.model, device, getattr(torch, options.dtype))
     ids = tokenizer.encode(options.prompt)
-    require_prompts(model.config, [ids], 0)
+    require_prompts(checkpoint.config, [ids], 0)
+    require_memory(checkpoint, device, dtype, len(ids), all_logits=True)
+    model = load_model(options.model, device, dtype)
     tokens = torch.tensor([ids], device=device)
     rows = norm_rows(model, tokens)
     middle = f"blocks.{len(model.blocks) // 2}.pre_ffn_norm"

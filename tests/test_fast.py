@@ -1,7 +1,6 @@
 """The fast form: the same text as the plain model, how far its numbers differ, and what it leaves alone."""
 
 import gc
-import math
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from llama_mini import KVCache, Llama, LlamaConfig, compare, fast, generate
+from llama_mini import KVCache, Llama, LlamaConfig, compare, fast, generate, stream
 from llama_mini.fast import FastLlama, RowAttend, RowLinear, StepGraph, fast_model
 from llama_mini.model import Attend
 from tests.fixtures import SHAPES, load_case, load_case_model, logits_in_chunks, strengthen
@@ -65,7 +64,7 @@ def test_a_span_beyond_what_is_written_changes_nothing(monkeypatch):
     model = make()
     tokens = torch.tensor([PROMPTS[0] + PROMPTS[3]])
     exact = logits_in_chunks(fast_model(model), tokens, [2, *[1] * 10])
-    monkeypatch.setattr(fast, "SPAN", {False: 8, True: 8})
+    monkeypatch.setattr(fast, "SPAN", {"cpu": 8})
     wide = logits_in_chunks(fast_model(model), tokens, [2, *[1] * 10])
     assert (wide - exact).abs().max() <= 1e-5 * exact.abs().max()  # observed: 2e-7
 
@@ -174,7 +173,7 @@ def test_few_rows_are_sums(monkeypatch):
         x = torch.randn(rows, 1, 24)
         product = layer(x)
         assert product.shape == (rows, 1, 10)
-        assert torch.equal(product, F.linear(x, layer.weight)) == (rows > fast.ROWS)
+        assert torch.equal(product, F.linear(x, layer.weight)) == (rows > fast.ROWS["cpu"])
         assert torch.allclose(product, F.linear(x, layer.weight), atol=1e-6)
     monkeypatch.undo()
     assert torch.equal(
@@ -192,7 +191,8 @@ def test_what_a_graph_returns_stays_when_it_runs_again(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(Graph()) or graphs[-1])
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
 
     def step(tokens, slot):
         return tokens * 2.0 + slot
@@ -211,22 +211,47 @@ def test_a_cache_is_not_kept():
     cache = KVCache(model.config, capacity=8)
     swift(torch.tensor([[5, 9]]), cache=cache)
     swift(torch.tensor([[5]]), cache=cache)
+    assert len(swift.graphs) == 1
     alive = weakref.ref(cache)
     del cache
     gc.collect()
     assert alive() is None
+    assert not swift.graphs
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_two_generations_interleave():
+    model = make()
+    texts = []
+    for each in (model, fast_model(model)):
+        streams = [stream(each, [prompt], 9) for prompt in PROMPTS[:2]]
+        texts.append(list(zip(*streams, strict=True)))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_every_batch_size_has_code_of_its_own(monkeypatch):
+    """Else the ninth would meet the compiler's limit for one function."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # quickly
+    model = make(num_hidden_layers=1)
+    swift = fast_model(model)
+    for batch in range(1, 11):
+        prompts = [[5, 9]] * batch
+        assert generate(swift, prompts, 3) == generate(model, prompts, 3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_on_a_gpu():
-    for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, math.inf)):
-        model = make(max_position_embeddings=1024).to("cuda", dtype)
-        swift = fast_model(model)
-        text = generate(model, PROMPTS[:1], max_new_tokens=300)
-        own = generate(swift, PROMPTS[:1], max_new_tokens=300)
-        assert dtype != torch.float32 or own == text
-        assert len(swift.graphs) == 2  # up to 256 positions, and beyond
-        tokens = torch.tensor([[*range(40), 5, 9, 2]], device="cuda")
-        plain, own = (logits_in_chunks(e, tokens, [40, 1, 1, 1]) for e in (model, swift))
-        assert (plain - own).abs().max() <= allowed * plain.abs().max()
-        assert generate(swift, PROMPTS, max_new_tokens=9)  # a ragged batch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    model = make(max_position_embeddings=1024).to("cuda", dtype)
+    swift = fast_model(model)
+    tokens = torch.tensor([[*range(40), 5, 9, 2]], device="cuda")
+    plain, own = (logits_in_chunks(e, tokens, [40, 1, 1, 1]) for e in (model, swift))
+    bound = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    assert (plain - own).abs().max() <= bound * plain.abs().max()
+    if dtype == torch.float32:
+        for prompts in (PROMPTS[:1], PROMPTS):  # beyond one span, and ragged
+            text = generate(model, prompts, max_new_tokens=300)
+            assert generate(swift, prompts, max_new_tokens=300) == text
