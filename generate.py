@@ -5,10 +5,12 @@ import signal
 
 if __name__ == "__main__":  # first of all: the other imports take seconds, and nothing is lost yet
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, lambda number, frame: os._exit(128 + number))
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, lambda number, frame: os._exit(128 + number))
 
 import argparse
 import math
+import re
 import sys
 import time
 from functools import partial
@@ -94,8 +96,10 @@ def main(arguments: list[str] | None = None) -> int:
 def own_rank() -> tuple[int, int]:
     """Which of how many processes this is: torchrun starts several of us, and rank 0 speaks."""
     started = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
-    if all(started) and started[0].isdecimal() and started[1].isdecimal():
-        return int(started[0]), int(started[1])
+    if all(started) and all(re.fullmatch("[0-9]{1,6}", number) for number in started[:2]):
+        rank, size = map(int, started[:2])
+        if rank < size:
+            return rank, size
     return 0, 1
 
 

@@ -5,9 +5,13 @@ import signal
 import sys
 import warnings
 
-if sys.argv[:1] == ["-m"]:  # python -m llama_mini....: torch takes seconds, and nothing is lost yet
+# python -m llama_mini....: torch takes seconds to import, and nothing is lost yet.
+if sys.argv[:1] == ["-m"] and any(
+    word.removeprefix("-m").startswith("llama_mini.") for word in sys.orig_argv
+):
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, lambda number, frame: os._exit(128 + number))
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, lambda number, frame: os._exit(128 + number))
 
 from .cache import KVCache
 from .checkpoint import load_model

@@ -107,7 +107,9 @@ def both(number: dict[str, float], scale: float = 1.0, digits: int = 1) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m llama_mini.bench", description=__doc__.split("\n")[0], allow_abbrev=False
+        prog="python -m llama_mini.bench",
+        description=(__doc__ or "").split("\n")[0],
+        allow_abbrev=False,
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", metavar="FOLDER", help="a checkpoint folder or hub name")

@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # Far more than any processor caches; and matrices that keep all of it busy.
 BUFFER_BYTES = {"cpu": 2**28, "cuda": 2**30}
-MATRIX = {"cpu": 2048, "cuda": 8192}
+MATRIX = {"cpu": 1024, "cuda": 8192}
 
 
 class Pass(NamedTuple):
@@ -345,7 +345,7 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
 
     memory, load = {"before": peak_memory(device)}, None
     if options.shape is None:
-        require_memory(checkpoint, device, dtype, t, n)
+        require_memory(checkpoint, device, dtype, b * t, b * n)
         model, load = measure_load(options.model, device, dtype, options.runs)
     else:
         model = random_model(config, device, dtype)

@@ -34,7 +34,10 @@ def chat_prompt(
     path, template = _read_template(resolve(folder_or_hub_id, weights=False))
     # A mark before each control token of the user's; a private character that is not in use.
     given = template + prompt + (system or "")
-    mark = next(chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in given)
+    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in given)
+    mark = next(free, None)
+    if mark is None:
+        raise ValueError("the prompt holds every private character: leave out at least one")
     texts = "|".join(re.escape(text) for text in sorted(tokenizer.control, key=len, reverse=True))
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
@@ -108,5 +111,9 @@ def _apart(request: dict[str, Any]) -> dict[str, str]:
             timeout=10 * SECONDS,  # of the clock, for systems that do not bound the processor's
         )
         return json.loads(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError):  # no answer: it was ended
+    except subprocess.TimeoutExpired:
+        return {"error": f"it takes more than {10 * SECONDS} s"}
+    except ValueError:  # no answer
+        if done.returncode >= 0:
+            return {"error": f"its process ended with code {done.returncode}"}
         return {"error": f"it takes more than {SECONDS} s or {memory >> 20} MiB"}

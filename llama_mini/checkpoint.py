@@ -291,9 +291,7 @@ def read_state(
             f"dtype is {dtype!r}: it must be one of {', '.join(map(str, DTYPES.values()))}"
         )
     config, stored, table = checkpoint
-    if dtype is None:  # what the config names, or else that of the embedding
-        own = DTYPES[next(stored[name].dtype for name in TIED if name in stored)]
-        dtype = own if config.dtype is None else getattr(torch, config.dtype)
+    dtype = own_dtype(checkpoint) if dtype is None else dtype
     interleaved = config if table is META else None
     state = {
         name: nn.Parameter(tensor)
@@ -302,6 +300,14 @@ def read_state(
     if config.tie_word_embeddings:
         tie(state, stored)
     return state
+
+
+def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What the config names, or else the dtype of the embedding (float32 if `build` will refuse that)."""
+    if checkpoint.config.dtype is not None:
+        return getattr(torch, checkpoint.config.dtype)
+    own = next((checkpoint.stored[n].dtype for n in TIED if n in checkpoint.stored), "")
+    return DTYPES.get(own, torch.float32)
 
 
 def read_tensors(

@@ -54,7 +54,7 @@ def _run(command: Callable[[], int | None], who: str, asked: list[int]) -> int:
     except BrokenPipeError:
         _silence(sys.stdout, sys.stderr)
         return 0
-    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError, ArithmeticError) as error:
         if asked:  # some libraries make another error of the stop
             return 1
         try:
@@ -88,8 +88,13 @@ def on_stop(act: Callable[[int], None]) -> Iterator[None]:
             act(number)
         elif now - first[0] > 1 and callable(earlier):
             earlier(number, frame)
+        elif now - first[0] > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # What is ignored, as by a job in the background, stays so.
+    before = {number: was for number, was in found.items() if was not in (signal.SIG_IGN, None)}
     try:
         for number in before:
             signal.signal(number, handle)

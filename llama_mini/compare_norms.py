@@ -118,14 +118,14 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for variant in VARIANTS:
+    for variant, style in zip(VARIANTS, ("-", "--", ":"), strict=True):
         curves = [run["curve"] for run in runs if run["variant"] == variant]
         steps = [step for step, _ in curves[0]]
         losses = [[curve[i][1] for curve in curves] for i in range(len(steps))]
-        (line,) = axes.plot(steps, list(map(statistics.mean, losses)), label=variant)
+        (line,) = axes.plot(steps, list(map(statistics.mean, losses)), style, label=variant)
         low, high = list(map(min, losses)), list(map(max, losses))
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.25, linewidth=0)
-    axes.set(xlabel="step", ylabel="held-out loss, nats per character", yscale="log")
+    axes.set(xlabel="step", ylabel="held-out loss, nats per character")
     axes.legend()
     replace(path, lambda temporary: figure.savefig(temporary, format="svg"))
 

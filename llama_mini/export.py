@@ -17,6 +17,14 @@ from .generation import generate
 from .model import Llama
 from .tokenizer import load_tokenizer
 
+FILES = (
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.model",
+    "tokenizer_config.json",
+)
 CARD = """\
 # {name}
 

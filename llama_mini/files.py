@@ -29,5 +29,5 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink()
         if not isinstance(error, Exception):
             raise
-        reason = getattr(error, "strerror", None) or error or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise OSError(f"{path} cannot be written: {reason}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .cache import cache_bytes
-from .checkpoint import DTYPES, META, TIED, Checkpoint, build
+from .checkpoint import DTYPES, META, Checkpoint, build, own_dtype
 
 
 def require_memory(
@@ -30,8 +30,7 @@ def require_memory(
     refused.
     """
     config, stored, table = checkpoint
-    if dtype is None:
-        dtype = DTYPES.get(next((stored[n].dtype for n in TIED if n in stored), ""), torch.float32)
+    dtype = own_dtype(checkpoint) if dtype is None else dtype
     weights = 0
     for name, tensor in stored.items():
         moved = table is META and name.endswith(("q_proj.weight", "k_proj.weight"))

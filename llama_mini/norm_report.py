@@ -386,7 +386,7 @@ def _report(options: argparse.Namespace) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m llama_mini.norm_report", description=__doc__.split("\n")[0]
+        prog="python -m llama_mini.norm_report", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument(
         "--model", required=True, metavar="FOLDER", help="checkpoint folder or hub name"

@@ -12,6 +12,7 @@ import io
 import math
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -25,7 +26,7 @@ from .cli import on_stop, run_command, say
 from .config import LlamaConfig
 from .corpus import BOS, EOS, Window, encode, read_documents, shuffled, train_tokenizer
 from .evaluation import evaluate, evaluate_folder, loss_sum
-from .export import write_card, write_checkpoint
+from .export import FILES, write_card, write_checkpoint
 from .files import replace
 from .model import Llama
 from .muon import Muon
@@ -148,8 +149,16 @@ def read_state(out: Path, recipe: Recipe, corpus: str) -> dict[str, Any]:
     if not path.exists():
         if (out / "model.safetensors").exists():
             raise ValueError(f"{out} holds a finished checkpoint: give another --out to train anew")
+        there = [name for name in (*FILES, "tokenizer.json") if (out / name).exists()]
+        if there:
+            raise ValueError(
+                f"{out} holds {', '.join(there)} of something else: give another --out"
+            )
         return {}
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load takes damaged numbers as they are
+            if damaged := archive.testzip():
+                raise ValueError(f"{damaged} in it is damaged")
         state = torch.load(path, weights_only=True)
         before, step = Recipe(**state["recipe"]), int(state["step"])
         missing = {"corpus", "tokens", "seconds", "curve", "model", "optimizers"} - state.keys()
@@ -186,6 +195,10 @@ def train(
     when the next one comes.
     """
     asked = [] if asked is None else asked
+    try:
+        f"{data_note}{text.name}{out}".encode()
+    except UnicodeEncodeError as error:  # the card could not be written at the end
+        raise ValueError(f"--data-note, --text and --out must be UTF-8: {error}") from None
     kept, held = read_documents(text, recipe.held_out)
     config = LlamaConfig.from_dict(recipe.config())
     corpus = hashlib.sha256(text.read_bytes()).hexdigest()
@@ -201,9 +214,14 @@ def train(
     initialise(model, recipe.seed)
     optimizers = make_optimizers(model, recipe)
     if state["step"]:
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        try:
+            model.load_state_dict(state["model"])
+            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+        except Exception as error:
+            raise ValueError(
+                f"{out / STATE} does not fit ({error}): delete it to start anew"
+            ) from None
 
     def save() -> None:
         state["model"] = model.state_dict()
@@ -270,7 +288,7 @@ def show(line: str, keep: bool) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m llama_mini.train",
-        description=__doc__.splitlines()[0],
+        description=(__doc__ or "").split("\n")[0],  # python -OO leaves it out
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -310,7 +328,8 @@ def run(options: argparse.Namespace) -> int:
         if not done:
             raise KeyboardInterrupt(*asked)
     except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
+        kept = (options.out / STATE).exists()
+        say("stopped; the same command goes on from here" if kept else "stopped; nothing was kept")
         raise
     print(f"{options.out} holds the checkpoint and its card")
     return 0

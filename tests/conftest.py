@@ -3,12 +3,16 @@
 import io
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)  # the models are tiny: threads that wait for each other only cost time
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background; tests send Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -19,7 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--endurance", type=int, default=100, help="generations in one process")
     parser.addoption(
-        "--fuzz", type=int, default=400, help="damaged folders that test_fuzz.py tries"
+        "--fuzz",
+        type=int,
+        default=400 if os.environ.get("CI") else 120,
+        help="damaged folders that test_fuzz.py tries",
     )
 
 

@@ -499,6 +499,7 @@ def test_a_step_sees_what_is_filled_and_not_the_room(capacity):
     assert seen == [[(h, t), (g, s), (g, s)] for t, s in sizes for _ in model.blocks]
 
 
+@pytest.mark.slow
 def test_no_tensors_are_kept_while_streaming():
     from llama_mini import stream
 
@@ -549,6 +550,7 @@ def child(code: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_memory_is_flat_while_decoding_and_linear_in_the_prompt():
     seen = json.loads(child(MEMORY))
     # Observed: 0.23 MB, the cache's own pages among them; with all logits kept, 7 MB.

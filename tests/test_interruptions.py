@@ -117,6 +117,7 @@ def test_while_loading_nothing_is_said(endless, number, monkeypatch):
     assert Fork(generating(endless)).finish() == (128 + number, "", "")
 
 
+@pytest.mark.slow
 def test_at_any_moment(endless):
     """Half of them after the first character, which comes before prefill; half from the start on."""
     moments = random.Random(0)
@@ -233,6 +234,7 @@ def test_a_training_nobody_listens_to_keeps_its_state(text, tmp_path):
     assert torch.load(tmp_path / train.STATE, weights_only=True)["step"] >= 10
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes_the_state_is_the_old_or_the_new_one(text, tmp_path):
     recipe = train.Recipe(**{**vars(TINY), "steps": 2000})
 

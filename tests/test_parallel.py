@@ -381,12 +381,14 @@ def test_ctrl_c_ends_all_ranks_and_keeps_the_text(running: subprocess.Popen) -> 
     assert b"error: rank" not in stderr, stderr.decode()
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_all_ranks_quietly(running: subprocess.Popen) -> None:
     running.stdout.close()
     assert b"rror" not in running.stderr.read()
     assert running.wait(LIMIT) == 0
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run(running: subprocess.Popen) -> None:
     children = subprocess.check_output(["pgrep", "-P", str(running.pid)], text=True).split()
     os.kill(min(map(int, children)), signal.SIGKILL)

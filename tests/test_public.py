@@ -17,7 +17,7 @@ from . import smollm2
 from .fixtures import require
 
 transformers = require("transformers")
-pytestmark = pytest.mark.public
+pytestmark = [pytest.mark.public, pytest.mark.slow]
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, in 1987,"]
 MESSAGES = [

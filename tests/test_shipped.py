@@ -56,6 +56,7 @@ def test_the_stored_text(stored, model, tokenizer):
     assert tokenizer.decode(prompt + ids) == metadata["text"]
 
 
+@pytest.mark.slow
 def test_transformers_writes_the_same_text(model, tokenizer):
     transformers = require("transformers")
     theirs = transformers.LlamaForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
@@ -67,6 +68,7 @@ def test_transformers_writes_the_same_text(model, tokenizer):
         assert generate(model, [ids], 60)[0] == text[len(ids) :]
 
 
+@pytest.mark.slow
 def test_the_fast_form_writes_the_same_text(model, tokenizer, monkeypatch):
     from llama_mini import fast
 
@@ -112,6 +114,7 @@ def test_the_recipe_on_the_card_is_the_default():
     assert "TinyStories" in card
 
 
+@pytest.mark.slow
 def test_a_part_of_the_held_out_loss():
     """All of it takes a minute; the last 40 documents are as good a sign that the text is the card's."""
     from llama_mini.corpus import read_documents

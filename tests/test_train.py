@@ -305,6 +305,21 @@ def spoil(folder: Path, text: Path, case: str) -> tuple[list[str], str]:
             out.mkdir()
             (out / STATE).write_bytes(b"PK\x03\x04 half a file")
             return arguments, f"{out / STATE} cannot be read"
+        case "a bit of the state has changed":
+            path.write_bytes(text.read_bytes())
+            assert train(text, out, TINY, stop_at(10)) is False
+            data = bytearray((out / STATE).read_bytes())
+            data[len(data) // 2] ^= 64
+            (out / STATE).write_bytes(data)
+            return arguments, f"{out / STATE} cannot be read"
+        case "files of somebody else":
+            path.write_bytes(text.read_bytes())
+            out.mkdir()
+            (out / "README.md").write_text("mine")
+            return arguments, f"{out} holds README.md of something else"
+        case "a note that is not text":
+            path.write_bytes(text.read_bytes())
+            return [*arguments, "--data-note", "\udcff"], "must be UTF-8"
         case "diverges":
             path.write_bytes(text.read_bytes())
             return [*arguments, "--learning-rate", "1e30"], "try a lower --learning-rate"
@@ -329,6 +344,9 @@ def spoil(folder: Path, text: Path, case: str) -> tuple[list[str], str]:
         "steps",
         "decay",
         "state damaged",
+        "a bit of the state has changed",
+        "files of somebody else",
+        "a note that is not text",
         "diverges",
         "evaluates nothing",
     ],
