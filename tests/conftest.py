@@ -14,6 +14,7 @@ torch.set_num_threads(1)  # the models are tiny: threads that wait for each othe
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background; tests send Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+IN_CI = bool(os.environ.get("CI"))
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -21,18 +22,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", action="store_true", help="run the tests marked slow too, as CI does"
     )
-    parser.addoption("--endurance", type=int, default=100, help="generations in one process")
+    parser.addoption(
+        "--endurance", type=int, default=100 if IN_CI else 40, help="generations in one process"
+    )
     parser.addoption(
         "--fuzz",
         type=int,
-        default=400 if os.environ.get("CI") else 120,
+        default=400 if IN_CI else 120,
         help="damaged folders that test_fuzz.py tries",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the slow tests to CI and to those who ask for them, or name one."""
-    if config.getoption("--slow") or os.environ.get("CI") or any("::" in a for a in config.args):
+    if config.getoption("--slow") or IN_CI or any("::" in a for a in config.args):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)

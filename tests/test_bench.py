@@ -151,7 +151,7 @@ def test_table_explains_what_it_shows(small, checkpoint, monkeypatch, capsys):
     assert [line[:13].rstrip() for line in explained] == [*bench.WAYS, *bench.COLUMNS]
     for way in ("plain", "plain, stream", "compiled", "compiled, stream", "transformers"):
         assert sum(bool(re.match(rf"{way} +[0-9,.]+ +[0-9,.]+ ", line)) for line in lines) == 2
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, lines[3:])) <= 120  # the third begins with the name of a folder
 
 
 def test_shares_are_taken_within_a_run():
@@ -266,6 +266,7 @@ def test_bare_linears_are_all_of_the_model_on_one_token(monkeypatch):
     assert all(shape == (BATCH, 1, w.shape[1]) for shape, w in calls)
 
 
+@pytest.mark.slow
 def test_load_is_measured_with_one_model_in_memory(checkpoint, monkeypatch):
     models, real = [], bench_model.load_model
 
@@ -461,6 +462,7 @@ def test_a_way_that_computes_something_else_is_seen(monkeypatch):
     assert wrong.to_float64 > 1e-3
 
 
+@pytest.mark.slow
 def test_table_and_json(monkeypatch, capsys):
     monkeypatch.setattr(bench_norm, "bench_norm", SMALL)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):

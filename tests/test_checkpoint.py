@@ -589,7 +589,7 @@ print(size, peak() - before)
 """
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_load_never_holds_two_copies(tmp_path, stored):
     """In float32, mapped from a file in float32, or converted from one in bfloat16."""
     shape = {

@@ -1,6 +1,6 @@
 """Many generations in one process: memory flat, nothing left behind, each equal to that of a fresh process.
 
-100 in the plain suite; `pytest tests/test_endurance.py --endurance 2000` is the long run.
+Some in the plain suite; `pytest tests/test_endurance.py --endurance 2000` is the long run.
 """
 
 import gc

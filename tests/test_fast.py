@@ -119,6 +119,7 @@ def test_the_plain_model_stays_as_it_is():
     assert not {type(m) for m in swift.modules()} & {Llama, nn.Linear, Attend}
 
 
+@pytest.mark.slow
 def test_two_models_of_one_shape_do_not_share_code(monkeypatch):
     """Conditions on a model are not checked before a step, so its code must be its own."""
     torch._dynamo.reset()

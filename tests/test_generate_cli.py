@@ -380,6 +380,7 @@ def endless(checkpoint, tmp_path) -> Path:
     return damaged(checkpoint, tmp_path, max_position_embeddings=10**6, eos_token_id=None)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_text_so_far(endless):
     process = start(endless, "--max-new-tokens", "100000")
     text = process.stdout.read(40)

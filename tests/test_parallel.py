@@ -374,6 +374,7 @@ def test_torchrun_prints_the_text_of_one_process(
     assert stdout.decode() == capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_and_keeps_the_text(running: subprocess.Popen) -> None:
     os.killpg(running.pid, signal.SIGINT)
     rest, stderr = running.communicate(timeout=LIMIT)
