@@ -21,6 +21,15 @@ from .hub import resolve
 from .refusals import said, short
 
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
+# What may prepare a text; and what all steps may make of one character.
+STEPS = {
+    "normalizer": "Sequence Prepend Replace NFC NFD NFKC NFKD Lowercase Strip StripAccents".split(),
+    "pre_tokenizer": (
+        "Sequence ByteLevel Split Metaspace Digits Punctuation Whitespace WhitespaceSplit "
+        "CharDelimiterSplit UnicodeScripts BertPreTokenizer"
+    ).split(),
+}
+GROWTH = 64
 FILE_BYTES = 64 * 2**20  # of a tokenizer file; the largest known has 33 MB
 
 
@@ -321,9 +330,7 @@ class JsonTokenizer(Tokenizer):
         import tokenizers
 
         data, self._path = _read(path), path
-        # With one, pieces shorter than it end the library's loading in a panic.
-        if re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):
-            raise ValueError(f"{path} has a continuing_subword_prefix, which is not supported")
+        _require_steps(path, data)
         with _panics(path, "is not a tokenizer.json"):
             self._model = model = tokenizers.Tokenizer.from_buffer(data)
         model.no_truncation()
@@ -366,7 +373,10 @@ class JsonTokenizer(Tokenizer):
             steps += step.get("processors", [])
             for piece in step.get("single", []):
                 name = piece.get("SpecialToken", {}).get("id")
-                if name is not None and name not in step["special_tokens"]:
+                if name is None:
+                    continue
+                tokens = step["special_tokens"].get(name, {"ids": [], "tokens": None})
+                if tokens["tokens"] is None or len(tokens["ids"]) != len(tokens["tokens"]):
                     raise ValueError(f"{path}: its post_processor does not define {short(name)}")
 
     def _read_decoder(self, path: Path) -> None:
@@ -419,6 +429,38 @@ class JsonTokenizer(Tokenizer):
         for old, new in self._replace:
             text = text.replace(old, new)
         return text.encode()
+
+
+def _require_steps(path: Path, data: bytes) -> None:
+    """Raise a ValueError for what could end the library in a panic or all memory: steps that no tokenizer
+    of this family has, and texts put in the place of others that make a page of a letter.
+    """
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a tokenizer.json ({said(error)}): download it again"
+        ) from None
+    values = values if isinstance(values, dict) else {}
+    model = values.get("model")
+    if isinstance(model, dict) and model.get("continuing_subword_prefix"):
+        raise ValueError(f"{path} has a continuing_subword_prefix, which is not supported")
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        steps, growth = [values.get(part)], 1
+        for step in steps:
+            if not isinstance(step, dict):
+                continue
+            inner = step.get(part.replace("_", "") + "s")
+            steps += inner if isinstance(inner, list) else []
+            kind = step.get("type")
+            if part in STEPS and kind not in STEPS[part]:
+                raise ValueError(f"{path}: {part} step {short(kind)} is not supported")
+            for text in (step.get("content"), step.get("prepend")):
+                growth *= max(1, len(text)) if isinstance(text, str) else 1
+            if growth > GROWTH:
+                raise ValueError(
+                    f"{path}: {part} makes {growth} characters of one, at most {GROWTH}"
+                )
 
 
 @contextmanager

@@ -270,14 +270,29 @@ def test_what_the_tokenizers_library_panics_at(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = folder / "tokenizer.json"
-    values = json.loads(path.read_text())
+    before = path.read_text()
+    values = json.loads(before)
     values["post_processor"]["special_tokens"] = {}
+    path.write_text(json.dumps(values))
+    refusal(folder, f"{path}: its post_processor does not define '<|b|>'")
+    template = json.loads(before)["post_processor"]["special_tokens"]
+    template["<|b|>"]["ids"] = [1, 1, 1]
+    values["post_processor"]["special_tokens"] = template
     path.write_text(json.dumps(values))
     refusal(folder, f"{path}: its post_processor does not define '<|b|>'")
     values["post_processor"] = None
     values["model"]["continuing_subword_prefix"] = "aaaaaaaa"
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(values).replace("subword_prefix", "subword_pre\\u0066ix"))
     refusal(folder, f"{path} has a continuing_subword_prefix")
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    for part, step, what in (
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////w=="}, "Precompiled"),
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "FixedLength"),
+        ("normalizer", {"type": "Sequence", "normalizers": [double] * 3}, "1000 characters of one"),
+        ("decoder", {"type": "Sequence", "decoders": [double] * 4}, "1000 characters of one"),
+    ):
+        path.write_text(json.dumps({**json.loads(before), part: step}))
+        refusal(folder, str(path), what)
     assert capfd.readouterr().err == ""
 
 
