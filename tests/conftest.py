@@ -22,9 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", action="store_true", help="run the tests marked slow too, as CI does"
     )
-    parser.addoption(
-        "--endurance", type=int, default=100 if IN_CI else 40, help="generations in one process"
-    )
+    parser.addoption("--endurance", type=int, default=100, help="generations in one process")
     parser.addoption(
         "--fuzz",
         type=int,

@@ -617,6 +617,7 @@ print(seconds)
 """
 
 
+@pytest.mark.slow
 def test_first_token_comes_soon_after_torch(checkpoint):
     """In processor time of one thread, so that what else the machine does is not measured."""
     # Observed: 0.2 s.

@@ -1,6 +1,6 @@
 """Many generations in one process: memory flat, nothing left behind, each equal to that of a fresh process.
 
-Some in the plain suite; `pytest tests/test_endurance.py --endurance 2000` is the long run.
+100 with --slow; `pytest --slow tests/test_endurance.py --endurance 2000` is the long run.
 """
 
 import gc
@@ -42,6 +42,7 @@ def numbered(model: Llama, number: int) -> list[list[int]]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_many_generations_in_one_process(checkpoint, request):
     count = request.config.getoption("--endurance")
