@@ -471,6 +471,7 @@ def test_a_prompt_that_is_not_unicode(folder: Path, capsys: pytest.CaptureFixtur
     assert "character 2 of the text is U+DCFF" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_terminal_that_lacks_a_character(folder: Path) -> None:
     """It shows another in its place, and the text goes on."""
     root = Path(__file__).parents[1]

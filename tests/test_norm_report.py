@@ -237,6 +237,7 @@ def test_only_norms_on_the_stream_are_drawn(model, tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+@pytest.mark.slow
 def test_png_is_opaque(checkpoint, tmp_path, capsys):
     require("matplotlib")
     from matplotlib.image import imread
