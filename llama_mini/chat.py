@@ -15,6 +15,7 @@ from .config import is_there, read_json
 from .hub import resolve
 from .tokenizer import Tokenizer
 
+TEMPLATE_BYTES = 2**20  # real ones have some thousands
 SECONDS = 5  # of the processor; real templates take milliseconds
 MEMORY = 512 * 2**20
 
@@ -57,6 +58,10 @@ def _read_template(folder: Path) -> tuple[Path, str]:
     """The file that holds the chat template, and the template."""
     path = folder / "chat_template.jinja"
     if is_there(path):
+        if path.stat().st_size > TEMPLATE_BYTES:
+            raise ValueError(
+                f"{path} is longer than {TEMPLATE_BYTES} bytes: it is no chat template"
+            )
         try:
             return path, path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

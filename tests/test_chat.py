@@ -275,6 +275,14 @@ def test_jinja_file_that_is_no_text(tmp_path: Path, data: bytes) -> None:
         chat_prompt(tmp_path, load_tokenizer(tmp_path), "Hi")
 
 
+def test_a_jinja_file_without_end(tmp_path: Path) -> None:
+    write_byte_level(tmp_path, CHATML_TOKENS, None)
+    with (tmp_path / "chat_template.jinja").open("wb") as file:
+        file.truncate(2**33)  # takes no room on the disk
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is longer than"):
+        chat_prompt(tmp_path, load_tokenizer(tmp_path), "Hi")
+
+
 def test_helpers_of_transformers() -> None:
     """tojson without HTML escapes, the layout options, loop controls, block trimming."""
     messages = [{"role": "user", "content": "<é&'>"}]
