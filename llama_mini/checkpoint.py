@@ -365,11 +365,9 @@ def _unreadable(file: Path, why: object) -> ValueError:
     return ValueError(f"{file} cannot be read as safetensors: {said(why)}")
 
 
-def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of every tensor.
-
-    What the library lets pass is refused here first: a header of up to 100 MB, which takes gigabytes, and
-    a name that is there twice, of which the last would count.
+def require_header(file: Path) -> None:
+    """Raise a ValueError for a safetensors header that the library would let pass: one of up to 100 MB,
+    which takes gigabytes, or with a name that is there twice, of which the last would count.
     """
     try:
         with file.open("rb") as start:
@@ -379,6 +377,11 @@ def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
             json.loads(start.read(length).decode("utf-8"), object_pairs_hook=unambiguous)
     except (ValueError, RecursionError, OSError) as error:
         raise _unreadable(file, error) from None
+
+
+def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of every tensor."""
+    require_header(file)
     with _open(file) as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # not a dict
         return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()]

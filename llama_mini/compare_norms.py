@@ -149,7 +149,7 @@ def compare_norms(
     for seed in range(recipe.seed, recipe.seed + SEEDS):
         seeded = Recipe(**{**asdict(recipe), "seed": seed})
         runs += train_side_by_side(seeded, data, test, sum(map(len, held)), report)
-    values = {"recipe": asdict(recipe), "torch": torch.__version__, "runs": runs}
-    write_text(out / "norms.json", json.dumps(values, indent=1) + "\n")
+        values = {"recipe": asdict(recipe), "torch": torch.__version__, "runs": runs}
+        write_text(out / "norms.json", json.dumps(values, indent=1) + "\n")  # kept if it ends here
     write_text(out / "norms.md", table(runs))
     plot(runs, out / "norms.svg")

@@ -25,6 +25,7 @@ from torch import Tensor
 from .cli import DEVICES, choose_device, run_command
 from .files import replace
 from .model import Llama
+from .refusals import shown
 
 IN_BLOCK = (
     "pre_attention_norm",
@@ -155,8 +156,11 @@ def load_trace(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a trace file, whoever wrote it."""
     from safetensors.torch import load_file
 
+    from .checkpoint import require_header
+
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}")
+    require_header(Path(path))
     try:
         return load_file(path)
     except Exception as error:
@@ -177,17 +181,20 @@ def _compare_files(reference: str, other: str, tolerance: float) -> int:
     print(f"{'name':<32} {'absolute':>10} {'relative':>10}")
     for name, (absolute, relative) in differences.items():
         mark = "  <- first above the tolerance" if name == first else ""
-        print(f"{name:<32} {absolute:10.2e} {relative:10.2e}{mark}")
+        print(f"{shown(name):<32} {absolute:10.2e} {relative:10.2e}{mark}")
     for path, only in ((reference, a.keys() - b.keys()), (other, b.keys() - a.keys())):
         if only - {"tokens"}:
-            print(f"only in {path}: {', '.join(sorted(only - {'tokens'}, key=_forward_order))}")
+            names = map(shown, sorted(only - {"tokens"}, key=_forward_order))
+            print(f"only in {path}: {', '.join(names)}")
     if first is None:
         print(
             f"the {len(differences)} names in both agree within a relative difference of {tolerance:g}"
         )
         return 0
     absolute, relative = differences[first]
-    print(f"first to differ: {first}, by {absolute:.3g} ({relative:.3g} of its largest value)")
+    print(
+        f"first to differ: {shown(first)}, by {absolute:.3g} ({relative:.3g} of its largest value)"
+    )
     return 1
 
 

@@ -367,3 +367,16 @@ def test_as_a_program(files: tuple[Path, Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert "first to differ: blocks.1.attention" in done.stdout
+
+
+def test_a_trace_is_read_as_carefully_as_a_checkpoint(tmp_path, capsys) -> None:
+    good, long = tmp_path / "good.safetensors", tmp_path / "long.safetensors"
+    save_file({"embed": torch.ones(2), "odd\x1b[31m\nname": torch.ones(2)}, good)
+    entries = b",".join(
+        b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(40_000)
+    )
+    long.write_bytes((len(entries) + 2).to_bytes(8, "little") + b"{" + entries + b"}")
+    assert main(["--compare", str(good), str(long)]) == 1
+    assert f"{long} cannot be read as safetensors: its header" in capsys.readouterr().err
+    assert main(["--compare", str(good), str(good)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
