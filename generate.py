@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = Path(__file__).resolve().parent / "weights" / "stories"
 NEW_TOKENS = 128
+UNREAD = -2  # in the place of drawn ids, of which -1 is none that can be drawn
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -133,8 +134,8 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
 
         def agree_on(ids: torch.Tensor) -> torch.Tensor:
             """What rank 0 drew; where nobody reads it any more, all ranks end at the same step."""
-            ids = ranks.first(torch.full_like(ids, -1) if unread else ids)
-            if ids[0] < 0:
+            ids = ranks.first(torch.full_like(ids, UNREAD) if unread else ids)
+            if ids[0] == UNREAD:
                 raise BrokenPipeError
             return ids
 

@@ -29,15 +29,34 @@ def sample(
     for logits that are NaN or all minus infinity.
     """
     require_sampling(temperature, top_k, top_p)
+    ids = draw(logits, temperature, top_k, top_p, generator)
+    if (ids == NONE).any():
+        raise ValueError(NO_TOKEN)
+    return ids
+
+
+NONE = -1
+NO_TOKEN = (
+    "the logits hold NaN or infinity, and no token can be drawn from them: "
+    "the weights are damaged, or their dtype is too narrow"
+)
+
+
+def draw(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """`sample` without a look at any value, for which a GPU would have to be waited for: NONE where no id
+    can be drawn.
+    """
     logits = logits.float()
     highest = logits.amax(-1, keepdim=True)  # NaN where any is NaN
-    if not highest.isfinite().all():
-        raise ValueError(
-            "the logits hold NaN or infinity, and no token can be drawn from them: "
-            "the weights are damaged, or their dtype is too narrow"
-        )
+    broken = ~highest.isfinite().squeeze(-1)
     if temperature < torch.finfo(torch.float32).tiny or top_p == 0:  # below, division is not exact
-        return logits.argmax(-1)
+        return logits.argmax(-1).masked_fill(broken, NONE)
     logits = (
         logits - highest
     ) / temperature  # the highest is 0: a tiny temperature cannot overflow
@@ -49,9 +68,13 @@ def sample(
         kept, ids = probabilities.sort(descending=True, stable=True)
         beyond = kept.cumsum(-1) - kept >= top_p
         beyond[..., 0] = False  # a top_p too small for float32 is 0 there
-        kept[beyond] = 0
-        probabilities = torch.zeros_like(probabilities).scatter(-1, ids, kept)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+        probabilities = torch.zeros_like(probabilities).scatter(
+            -1, ids, kept.masked_fill(beyond, 0)
+        )
+    # The first of exponential clocks to ring, each at the rate of its id's probability: torch.multinomial
+    # draws the same, and looks at the probabilities before.
+    clocks = torch.empty_like(probabilities).exponential_(generator=generator)
+    return (probabilities / clocks).argmax(-1).masked_fill(broken, NONE)
 
 
 def stream(
@@ -139,15 +162,13 @@ def _stream(
             positions = (queries - padding[:, None]).clamp(min=0)
             mask = padded_mask(queries, columns[: cache.length + tokens.shape[1]], padding)
         logits = model(tokens, cache=cache, positions=positions, mask=mask, last_only=True)
-        try:
-            next_ids = sample(logits[:, -1, :vocab_size], *sampling)
-        except ValueError as error:
-            raise ValueError(f"at new token {step + 1} {error}") from None
+        next_ids = draw(logits[:, -1, :vocab_size], *sampling)
         if agree is not None:
             next_ids = agree(next_ids)
-        step_ids = [
-            token if alive else None for token, alive in zip(next_ids.tolist(), live, strict=True)
-        ]
+        new = next_ids.tolist()  # the only wait for the device
+        if NONE in new:
+            raise ValueError(f"at new token {step + 1} {NO_TOKEN}")
+        step_ids = [token if alive else None for token, alive in zip(new, live, strict=True)]
         yield step_ids
         live = [token is not None and token not in stop_ids for token in step_ids]
         if not any(live) or step + 1 == max_new_tokens:

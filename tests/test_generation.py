@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llama_mini import KVCache, generate, sample, stream
+from llama_mini.generation import draw
 from tests.test_model import CONFIG, make
 
 
@@ -61,6 +62,23 @@ def test_top_p_0_is_greedy_and_1_changes_nothing():
         for top_p in (None, 1.0)
     ]
     assert torch.equal(*draws)
+
+
+def test_drawn_as_torch_multinomial_draws():
+    logits = torch.randn(3, 997, generator=torch.Generator().manual_seed(0)) * 3
+    for seed in range(20):
+        generators = [torch.Generator().manual_seed(seed) for _ in range(2)]
+        ids = sample(logits, temperature=1.0, generator=generators[0])
+        shares = (logits - logits.amax(-1, keepdim=True)).softmax(-1)
+        theirs = torch.multinomial(shares, 1, generator=generators[1]).squeeze(-1)
+        assert torch.equal(ids, theirs)
+
+
+def test_a_draw_never_waits_for_the_device():
+    logits = torch.randn(2, 97, device="meta")  # of which no value can be looked at
+    for temperature in (0.0, 0.8):
+        for top_k, top_p in ((None, None), (5, None), (None, 0.9), (5, 0.9), (None, 0.0)):
+            assert draw(logits, temperature, top_k, top_p, None).shape == (2,)
 
 
 @pytest.mark.parametrize(
