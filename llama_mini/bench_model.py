@@ -22,6 +22,7 @@ from .generation import require_prompts, stream
 from .hub import resolve
 from .memory import require_memory
 from .model import Llama
+from .threaded import thread_linears
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -186,7 +187,7 @@ def random_model(config: LlamaConfig, device: torch.device, dtype: torch.dtype) 
         state[name] = nn.Parameter(weight, requires_grad=False)
     state.setdefault("lm_head.weight", state["embed.weight"])
     model.load_state_dict(state, assign=True)
-    return model.eval()
+    return thread_linears(model.eval())
 
 
 def bare_linears(model: Llama, batch: int) -> Callable[[], object]:

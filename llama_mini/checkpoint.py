@@ -20,6 +20,7 @@ from .config import LlamaConfig, is_there, read_json, unambiguous
 from .hub import INDEX, resolve
 from .model import Llama
 from .refusals import said, short, shown
+from .threaded import thread_linears
 
 # Our names and theirs, less ".weight"; N stands for the number of a block.
 HUGGING_FACE = {
@@ -127,7 +128,8 @@ def load_model(
     checkpoint = open_checkpoint(folder_or_hub_id)
     model = build(*checkpoint)
     model.load_state_dict(read_state(checkpoint, device, dtype), assign=True)
-    return model.eval().requires_grad_(False)  # or a cache would keep every step's graph alive
+    model = model.eval().requires_grad_(False)  # or a cache would keep every step's graph alive
+    return thread_linears(model)
 
 
 def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:
