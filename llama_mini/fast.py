@@ -2,12 +2,13 @@
 
 Decoding reads every weight once for each token, so its limit is the rate at which memory can be read. What
 keeps the plain model from it is the time between operations, and on a CPU the product of a matrix and one
-vector. Here each block's step for one token is one compiled function, and on a GPU a whole step is one CUDA
-graph. What is compiled is model.py itself: only its linear layers and `attend` are replaced, and how the
-cache is written.
+vector. Here a whole step for one token is one compiled function, in which all blocks share their code, and
+on a GPU it is replayed as one CUDA graph. What is compiled is model.py itself: only its linear layers and
+`attend` are replaced, and how the cache is written.
 """
 
 import copy
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from torch._dynamo.exc import TorchDynamoException
 from .cache import KVCache
 from .model import Attend, Block, Llama
 from .rope import cos_sin
+from .threaded import ThreadedLinear
 
 # Up to so many rows, dot products read the weights faster than a matrix product does.
 ROWS = {"cpu": 8, "cuda": 1}
@@ -32,7 +34,7 @@ SPAN = {"cpu": 1, "cuda": 256}
 TYPICAL = 512  # positions for which the compiler chooses its loops; they hold for any number
 
 
-class RowLinear(nn.Linear):
+class RowLinear(ThreadedLinear):
     """A linear layer that takes few rows as dot products with the rows of its weight, summed in float32.
 
     Compiled, these run at the rate of the memory, on all cores. Many rows are a matrix product, made in
@@ -128,7 +130,7 @@ class FastLlama(Llama):
     """
 
     # By batch size; and the graphs of every cache in use, by span and shapes.
-    parts: dict[int, "Parts"]
+    steps: dict[int, Callable[..., Tensor]]
     graphs: weakref.WeakKeyDictionary[KVCache, dict[Any, StepGraph]]
 
     def forward(
@@ -154,7 +156,7 @@ class FastLlama(Llama):
     ) -> Tensor:
         """Logits (b, 1, vocab) after one more token (b, 1)."""
         device, length = tokens.device, cache.length
-        parts = self.prepare(len(tokens))
+        run = partial(self.prepare(len(tokens)), self, cache.keys, cache.values)
         if cache not in self.graphs:
             self.graphs[cache] = {}
             for tensor in cache.keys + cache.values:
@@ -169,74 +171,62 @@ class FastLlama(Llama):
         seen = torch.zeros(rows, 1, 1, span, dtype=torch.bool, device=device)
         seen[..., : length + 1] = True if mask is None else mask
         inputs = (tokens, slot, slot if positions is None else positions, seen)
-        run = partial(self.run, parts, cache.keys, cache.values)
         if device.type == "cuda":
             shapes = tuple(tensor.shape for tensor in inputs)
             if shapes not in self.graphs[cache]:
                 self.graphs[cache][shapes] = StepGraph(run, inputs)
             logits = self.graphs[cache][shapes](inputs)
         else:
+            mark_dynamic(seen, 3)
             logits = run(*inputs)
         cache.length += 1
         return logits
 
-    def prepare(self, batch: int) -> "Parts":
-        """The compiled parts of a step for this many rows, tried once with TYPICAL positions.
+    def prepare(self, batch: int) -> Callable[..., Tensor]:
+        """The compiled step for this many rows, tried once with TYPICAL positions.
 
         A `ValueError` where this machine cannot compile.
         """
-        if batch not in self.parts:
+        if batch not in self.steps:
             weight = self.embed.weight
-            parts = Parts(*map(compiled, (begin, run_block, end)))
+            step = compiled(run_step)
             with torch.inference_mode():
                 cache = KVCache(self.config, batch, TYPICAL + 2, weight.device, weight.dtype)
-                for tensor in cache.keys + cache.values:
-                    mark_dynamic(tensor, 2)
                 tokens = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
                 slot = torch.full((1,), TYPICAL, device=weight.device)
                 seen = torch.ones(1, 1, 1, TYPICAL + 1, dtype=torch.bool, device=weight.device)
+                for tensor in cache.keys + cache.values:
+                    mark_dynamic(tensor, 2)
+                mark_dynamic(seen, 3)
                 try:
-                    self.run(parts, cache.keys, cache.values, tokens, slot, slot, seen)
+                    step(self, cache.keys, cache.values, tokens, slot, slot, seen)
                 except TorchDynamoException as error:
                     why = str(error).strip().split("\n")[0]
                     raise ValueError(
                         f"this machine cannot compile a step: use the plain model ({why})"
                     ) from None
-            self.parts[batch] = parts
-        return self.parts[batch]
-
-    def run(
-        self,
-        parts: "Parts",
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        tokens: Tensor,
-        slot: Tensor,
-        positions: Tensor,
-        mask: Tensor,
-    ) -> Tensor:
-        """`Llama.forward` in compiled parts, of which all blocks share one."""
-        mark_dynamic(mask, 3)
-        x, cos, sin = parts.begin(self, tokens, positions)
-        for block, *written in zip(self.blocks, keys, values, strict=True):
-            x = parts.block(block, x, cos, sin, mask, slot, *written)
-        return parts.end(self, x)
+            self.steps[batch] = step
+        return self.steps[batch]
 
 
-class Parts(NamedTuple):
-    """A step in three compiled functions: before the blocks, one block, behind them."""
-
-    begin: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    block: Callable[..., Tensor]
-    end: Callable[..., Tensor]
-
-
-def begin(model: Llama, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The stream (b, 1, m) as it begins, and cosines and sines of the positions."""
+def run_step(
+    model: Llama,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    tokens: Tensor,
+    slot: Tensor,
+    positions: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """`Llama.forward` for one more token (b, 1): logits (b, 1, vocab)."""
     x = model.embed(tokens)
-    return x, *cos_sin(model.config.rope, model.config.head_dim, positions, x.dtype)
+    cos, sin = cos_sin(model.config.rope, model.config.head_dim, positions, x.dtype)
+    for block, *written in zip(model.blocks, keys, values, strict=True):
+        x = run_block(block, x, cos, sin, mask, slot, *written)
+    return model.lm_head(model.final_norm(x))
 
 
+@torch.compiler.nested_compile_region  # compiled once, for all blocks
 def run_block(
     block: Block,
     x: Tensor,
@@ -251,24 +241,33 @@ def run_block(
     return block(x, cos, sin, mask, Slot(keys, values, slot, mask.shape[-1]))
 
 
-def end(model: Llama, x: Tensor) -> Tensor:
-    """Logits (b, 1, vocab) of the stream."""
-    return model.lm_head(model.final_norm(x))
+NUMBERS = itertools.count()
 
 
 def compiled(function: Any) -> Any:
     """The function compiled for one model and batch: what was compiled for another is never looked at.
 
     So of the conditions that torch checks before each call only those on tensors and shapes are kept, which
-    saves a millisecond in a step of 30 blocks; the others are about a model that stays as it is.
+    saves a millisecond in a step of 30 blocks; the others are about a model that stays as it is. And what
+    was checked is not asserted again within.
     """
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    # By this name torch would remember which numbers differed between models, and pass them as inputs.
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(NUMBERS)}")
+    own = types.FunctionType(code, function.__globals__)
     kept = ("TENSOR_MATCH", "SHAPE_ENV")
-    options: dict[str, Any] = {"guard_filter_fn": lambda all_: [g.guard_type in kept for g in all_]}
+    options: dict[str, Any] = {
+        "guard_filter_fn": lambda all_: [g.guard_type in kept for g in all_],
+        "size_asserts": False,
+    }
     return torch.compile(own, fullgraph=True, options=options)
 
 
-FAST = {Llama: FastLlama, nn.Linear: RowLinear, Attend: RowAttend}
+FAST = {
+    Llama: FastLlama,
+    nn.Linear: RowLinear,
+    ThreadedLinear: RowLinear,
+    Attend: RowAttend,
+}
 
 
 def fast_model(model: Llama) -> FastLlama:
@@ -285,5 +284,5 @@ def fast_model(model: Llama) -> FastLlama:
     for module in fast.modules():
         module.__class__ = FAST.get(type(module), type(module))
     assert isinstance(fast, FastLlama)
-    fast.parts, fast.graphs = {}, weakref.WeakKeyDictionary()
+    fast.steps, fast.graphs = {}, weakref.WeakKeyDictionary()
     return fast

@@ -41,7 +41,7 @@ def test_compiled_once_it_writes_the_same_text():
         text = generate(model, [prompt], max_new_tokens=20)
         assert generate(swift, [prompt], max_new_tokens=20) == text
     assert len(set(text[0])) > 3  # a text that says something
-    assert counters["stats"]["unique_graphs"] == 3  # before the blocks, a block, behind them
+    assert counters["stats"]["unique_graphs"] == 1
     # Observed: 4e-7 of the largest logit, here and on SmolLM2-135M.
     tokens = torch.tensor([PROMPTS[0] + text[0]])
     sizes = [5, *[1] * (tokens.shape[1] - 5)]
@@ -123,7 +123,7 @@ def test_the_plain_model_stays_as_it_is():
 def test_two_models_of_one_shape_do_not_share_code(monkeypatch):
     """Conditions on a model are not checked before a step, so its code must be its own."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # quickly
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # quickly
     models = [make(), make(rms_norm_eps=5.0)]
     swift = [fast_model(model) for model in models]
     texts = [generate(model, PROMPTS[:1], max_new_tokens=12) for model in models]
@@ -147,6 +147,7 @@ def test_16_bits_are_closer_to_exact_than_in_the_plain_model(uncompiled, monkeyp
     assert errors[1] < errors[0] < 0.05 * wanted.square().mean().sqrt()
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_so(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
@@ -234,7 +235,7 @@ def test_two_generations_interleave():
 def test_every_batch_size_has_code_of_its_own(monkeypatch):
     """Else the ninth would meet the compiler's limit for one function."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # quickly
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # quickly
     model = make(num_hidden_layers=1)
     swift = fast_model(model)
     for batch in range(1, 11):

@@ -361,6 +361,7 @@ def running(endless: Path) -> Iterator[subprocess.Popen]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_torchrun_prints_the_text_of_one_process(
     checkpoint: Path, capsys: pytest.CaptureFixture
 ) -> None:
