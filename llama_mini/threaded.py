@@ -23,48 +23,59 @@ class ThreadedLinear(nn.Linear):
     by rows of the weight, where that moves no bit.
     """
 
+    seen: tuple[object, ...] = ()  # the weight and the threads for which `n` was found
+    n = 1
+
     def forward(self, x: Tensor) -> Tensor:
-        n = self.parts(x)
-        if n > 1 and self.is_exact(n, x):
-            return in_parts(x, self.weight, n)
+        if x.shape[:-1] == (1, 1) and is_plain(x, self.weight):
+            weight = self.weight
+            now = (weight.data_ptr(), weight.shape, weight.dtype, torch.get_num_threads())
+            if now != self.seen:
+                self.seen, self.n = now, parts(weight)
+            if self.n > 1:
+                return in_parts(x, weight, self.n)
         return super().forward(x)
 
-    def parts(self, x: Tensor) -> int:
-        """Among how many threads the product with x can be shared: 1 for all but one token in float32
-        on a CPU, without gradients.
-        """
-        weight = self.weight
-        if (
-            x.shape[:-1] != (1, 1)
-            or weight.dtype != torch.float32
-            or weight.device.type != "cpu"
-            or weight.numel() < LEAST
-            or len(weight) % BLOCK
-            or not weight.is_contiguous()
-            or torch.compiler.is_compiling()
-            or torch.is_autocast_enabled("cpu")
-            or (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
-        ):
-            return 1
-        return gcd(len(weight) // BLOCK, torch.get_num_threads())
 
-    def is_exact(self, n: int, like: Tensor) -> bool:
-        """Whether n parts give the bits of the whole: tried once for a shape, with numbers of which no
-        two orders give one sum.
-        """
-        key = (n, *self.weight.shape, self.weight.data_ptr() % 64)
-        if key not in EXACT:
-            x = torch.randn(like.shape, generator=torch.Generator().manual_seed(0))
-            whole = super().forward(x)
-            shows = (whole != 0).float().mean() > 0.5  # an empty weight is the same in any order
-            EXACT[key] = bool(shows) and torch.equal(in_parts(x, self.weight, n), whole)
-        return EXACT[key]
+def is_plain(x: Tensor, weight: Tensor) -> bool:
+    """Whether nothing but the product itself is asked for, and on a CPU."""
+    return not (
+        torch.compiler.is_compiling()
+        or weight.device.type != "cpu"
+        or torch.is_autocast_enabled("cpu")
+        or (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
+    )
+
+
+def parts(weight: Tensor) -> int:
+    """How many threads can share a product with `weight` (o, m): 1 unless that gives the same bits.
+
+    Tried once for a shape, with numbers of which no two orders give one sum.
+    """
+    rows, columns = weight.shape
+    n = gcd(rows // BLOCK, torch.get_num_threads())
+    if (
+        n == 1
+        or rows % BLOCK
+        or weight.numel() < LEAST
+        or weight.dtype != torch.float32
+        or not weight.is_contiguous()
+    ):
+        return 1
+    key = (n, rows, columns, weight.data_ptr() % 64)
+    if key not in EXACT:
+        x = torch.randn(1, 1, columns, generator=torch.Generator().manual_seed(0))
+        whole = nn.functional.linear(x, weight)
+        shows = (whole != 0).float().mean() > 0.5  # an empty weight is the same in any order
+        EXACT[key] = bool(shows) and torch.equal(in_parts(x, weight, n), whole)
+    return n if EXACT[key] else 1
 
 
 def in_parts(x: Tensor, weight: Tensor, n: int) -> Tensor:
     """x (1, 1, m) times `weight` (o, m), as n products with o / n rows each: (1, 1, o)."""
-    rows = weight.view(n, -1, weight.shape[1])
-    return torch.bmm(x.expand(n, -1, -1), rows.transpose(1, 2)).view(1, 1, -1)
+    o, m = weight.shape
+    columns = weight.as_strided((n, m, o // n), (o // n * m, 1, m))
+    return torch.bmm(x.expand(n, 1, m), columns).view(1, 1, o)
 
 
 def thread_linears(model: Llama) -> Llama:
