@@ -70,7 +70,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="faster tokens, after some seconds; numbers may differ in the last bits",
+        help="faster tokens, after half a minute the first time; last bits may differ",
     )
     parser.add_argument(
         "--stats", action="store_true", help="print sizes, seconds and tokens/s to standard error"

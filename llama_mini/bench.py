@@ -33,7 +33,7 @@ COLUMNS = {
     "GB/s": "load: of the files; decode: weights and filled cache of one step over its time",
     "of copy": "that rate over the rate of copying a large tensor, counted as one read and one write",
     "of read": "that rate over the rate of summing a large tensor: decoding only reads",
-    "of linears": "time of the model's linear layers alone on one token over that of a step",
+    "of linears": "time of F.linear alone, on one token with every weight in turn, over that of a step",
     "to transf.": "tokens/s over those of transformers, the faster of its ways",
     "same": "how many new tokens are the plain way's, up to the first in any row that is not",
     "first, s": "seconds of the first one-token step, which compiles, or finds that on disk",

@@ -126,7 +126,7 @@ class StepGraph:
 class FastLlama(Llama):
     """A `Llama` whose steps of one token through a cache are compiled; `fast_model` makes it.
 
-    The first step of every batch size compiles for some seconds.
+    The first step of every batch size compiles, for half a minute or less.
     """
 
     # By batch size; and the graphs of every cache in use, by span and shapes.
@@ -167,10 +167,12 @@ class FastLlama(Llama):
         slot = torch.full((1,), length, device=device)
         if mask is not None and mask.dim() < 4:
             mask = mask.unsqueeze(-3)
-        rows = 1 if mask is None else mask.shape[0]
-        seen = torch.zeros(rows, 1, 1, span, dtype=torch.bool, device=device)
+        # One form for every batch, of its own memory: another shape or stride would be compiled anew, and
+        # one tensor in two places be taken for one input for good.
+        seen = torch.zeros(len(tokens), 1, 1, span, dtype=torch.bool, device=device)
         seen[..., : length + 1] = True if mask is None else mask
-        inputs = (tokens, slot, slot if positions is None else positions, seen)
+        where = torch.empty_like(tokens).copy_(slot if positions is None else positions)
+        inputs = (tokens.contiguous(), slot, where, seen)
         if device.type == "cuda":
             shapes = tuple(tensor.shape for tensor in inputs)
             if shapes not in self.graphs[cache]:
@@ -194,12 +196,13 @@ class FastLlama(Llama):
                 cache = KVCache(self.config, batch, TYPICAL + 2, weight.device, weight.dtype)
                 tokens = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
                 slot = torch.full((1,), TYPICAL, device=weight.device)
-                seen = torch.ones(1, 1, 1, TYPICAL + 1, dtype=torch.bool, device=weight.device)
+                where = torch.full((batch, 1), TYPICAL, device=weight.device)
+                seen = torch.ones(batch, 1, 1, TYPICAL + 1, dtype=torch.bool, device=weight.device)
                 for tensor in cache.keys + cache.values:
                     mark_dynamic(tensor, 2)
                 mark_dynamic(seen, 3)
                 try:
-                    step(self, cache.keys, cache.values, tokens, slot, slot, seen)
+                    step(self, cache.keys, cache.values, tokens, slot, where, seen)
                 except TorchDynamoException as error:
                     why = str(error).strip().split("\n")[0]
                     raise ValueError(
@@ -251,10 +254,10 @@ def compiled(function: Any) -> Any:
     saves a millisecond in a step of 30 blocks; the others are about a model that stays as it is. And what
     was checked is not asserted again within.
     """
-    # By this name torch would remember which numbers differed between models, and pass them as inputs.
+    # Under one name for all, torch would see which numbers differ between models, and make them inputs.
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(NUMBERS)}")
     own = types.FunctionType(code, function.__globals__)
-    kept = ("TENSOR_MATCH", "SHAPE_ENV")
+    kept = ("TENSOR_MATCH", "DUPLICATE_INPUT", "SHAPE_ENV")
     options: dict[str, Any] = {
         "guard_filter_fn": lambda all_: [g.guard_type in kept for g in all_],
         "size_asserts": False,

@@ -94,9 +94,9 @@ def stream(
 
     A prompt ends with the first of `stop_ids` (yielded too; None: the checkpoint's own, (): none)
     or at `max_new_tokens`. Ids from `vocab_size` on (rows that only pad the embedding) are never
-    drawn. `agree` makes of the drawn ids (b,) what all processes take that run one model together
-    (parallel.py). A `ValueError`, before any work, for prompts that are empty, hold other ids than the
-    model's, or do not fit its context together with the new tokens.
+    drawn. `agree` makes of the drawn ids (b,), NONE where none can be drawn, what all processes take
+    that run one model together (parallel.py). A `ValueError`, before any work, for prompts that are
+    empty, hold other ids than the model's, or do not fit its context together with the new tokens.
     """
     require_sampling(temperature, top_k, top_p)
     prompts = _lists(prompts)

@@ -4,18 +4,16 @@ The product of a matrix and one vector goes to a routine of the BLAS that runs o
 single core waits for memory. A batch of such products, each with its own rows of the weight, runs on all.
 """
 
-from math import gcd
-
 import torch
 from torch import Tensor, nn
 
 from .model import Llama
 
 LEAST = 2**17  # numbers in a weight; below, the threads cost more than they save
-BLOCK = 4  # rows that the routine takes at once, and what is left over otherwise
+BLOCK = 4  # the routine takes so many rows at once, and rows that do not fill a block otherwise
 
 # Whether a weight's product is the same to the last bit in parts, by all that can decide it.
-EXACT: dict[tuple[int, ...], bool] = {}
+EXACT: dict[tuple[object, ...], bool] = {}
 
 
 class ThreadedLinear(nn.Linear):
@@ -23,51 +21,68 @@ class ThreadedLinear(nn.Linear):
     by rows of the weight, where that moves no bit.
     """
 
-    seen: tuple[object, ...] = ()  # the weight and the threads for which `n` was found
-    n = 1
+    decided: tuple[object, int] = (None, 1)  # for which weight and settings, how many parts
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[:-1] == (1, 1) and is_plain(x, self.weight):
+        if is_plain(x, self.weight):
             weight = self.weight
-            now = (weight.data_ptr(), weight.shape, weight.dtype, torch.get_num_threads())
-            if now != self.seen:
-                self.seen, self.n = now, parts(weight)
-            if self.n > 1:
-                return in_parts(x, weight, self.n)
+            now = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, *settings())
+            before, n = self.decided
+            if now != before:
+                n = parts(weight)
+                self.decided = (now, n)
+            if n > 1:
+                return in_parts(x, weight, n)
         return super().forward(x)
 
 
 def is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether nothing but the product itself is asked for, and on a CPU."""
+    """Whether this is one token (1, 1, m) on a CPU, and its product is all that is asked for."""
     return not (
         torch.compiler.is_compiling()
+        or x.shape != (1, 1, weight.shape[-1])
+        or type(x) is not Tensor
+        or type(weight) is not nn.Parameter
         or weight.device.type != "cpu"
+        or torch.jit.is_tracing()
         or torch.is_autocast_enabled("cpu")
         or (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
     )
 
 
+def settings() -> tuple[object, ...]:
+    """What else decides how torch makes a product."""
+    return torch.get_num_threads(), torch.get_float32_matmul_precision()
+
+
 def parts(weight: Tensor) -> int:
     """How many threads can share a product with `weight` (o, m): 1 unless that gives the same bits.
 
-    Tried once for a shape, with numbers of which no two orders give one sum.
+    Tried once for a shape.
     """
     rows, columns = weight.shape
-    n = gcd(rows // BLOCK, torch.get_num_threads())
+    blocks, rest = divmod(rows, BLOCK)
     if (
-        n == 1
-        or rows % BLOCK
+        rest
         or weight.numel() < LEAST
         or weight.dtype != torch.float32
         or not weight.is_contiguous()
     ):
         return 1
-    key = (n, rows, columns, weight.data_ptr() % 64)
+    n = max(n for n in range(1, torch.get_num_threads() + 1) if blocks % n == 0)
+    if n == 1:
+        return 1
+    key = (rows, columns, weight.data_ptr() % 64, *settings())
     if key not in EXACT:
-        x = torch.randn(1, 1, columns, generator=torch.Generator().manual_seed(0))
-        whole = nn.functional.linear(x, weight)
-        shows = (whole != 0).float().mean() > 0.5  # an empty weight is the same in any order
-        EXACT[key] = bool(shows) and torch.equal(in_parts(x, weight, n), whole)
+        xs = torch.randn(3, 1, 1, columns, generator=torch.Generator().manual_seed(0))
+        some = weight[:1024]
+        backwards = nn.functional.linear(xs[0].flip(-1), some.flip(-1))
+        moved = (backwards != nn.functional.linear(xs[0], some)).float().mean()
+        if not moved > 0.5:  # a weight of zeros is the same in any order, and shows nothing
+            return 1
+        EXACT[key] = all(
+            torch.equal(in_parts(x, weight, n), nn.functional.linear(x, weight)) for x in xs
+        )
     return n if EXACT[key] else 1
 
 
@@ -75,7 +90,7 @@ def in_parts(x: Tensor, weight: Tensor, n: int) -> Tensor:
     """x (1, 1, m) times `weight` (o, m), as n products with o / n rows each: (1, 1, o)."""
     o, m = weight.shape
     columns = weight.as_strided((n, m, o // n), (o // n * m, 1, m))
-    return torch.bmm(x.expand(n, 1, m), columns).view(1, 1, o)
+    return torch.bmm(x.reshape(m).expand(n, 1, m), columns).view(1, 1, o)
 
 
 def thread_linears(model: Llama) -> Llama:

@@ -120,6 +120,27 @@ def test_the_plain_model_stays_as_it_is():
 
 
 @pytest.mark.slow
+def test_positions_and_masks_reach_the_compiled_step(monkeypatch):
+    """The compiler takes a tensor that stands in two places for one input, also where it is not."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # quickly
+    model = make(num_hidden_layers=2)
+    swift = fast_model(model)
+    prompt, token = torch.tensor([[5, 9, 2]]), torch.tensor([[4]])
+    seen = torch.tensor([[True, False, True, True]])
+    for positions in (None, torch.tensor([3]), torch.tensor([9]), torch.tensor([[9]])):
+        for mask in (None, seen):
+            logits = []
+            for each in (model, swift):
+                cache = KVCache(model.config, capacity=8)
+                each(prompt, cache=cache)
+                logits.append(each(token, cache=cache, positions=positions, mask=mask))
+            assert (logits[0] - logits[1]).abs().max() <= 3e-6 * logits[0].abs().max()  # seen: 3e-7
+    for prompts in ([[5, 9], [7, 1]], PROMPTS[:2], PROMPTS[1:3]):
+        assert generate(swift, prompts, 6) == generate(model, prompts, 6)
+
+
+@pytest.mark.slow
 def test_two_models_of_one_shape_do_not_share_code(monkeypatch):
     """Conditions on a model are not checked before a step, so its code must be its own."""
     torch._dynamo.reset()

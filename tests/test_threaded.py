@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from llama_mini import KVCache, load_model, threaded
 from llama_mini.threaded import ThreadedLinear, in_parts, thread_linears
@@ -41,12 +42,15 @@ def make(rows: int, columns: int = 512) -> ThreadedLinear:
 
 @pytest.mark.parametrize("offset", range(0, 16, 3))  # of a weight in its file, in numbers
 @pytest.mark.parametrize("rows", [256, 576, 1000, 4096, 4098])
-def test_no_bit_moves(rows, offset):
+def test_no_bit_moves(rows, offset, split):
     layer = make(rows)
     numbers = torch.empty(rows * 512 + 16)
     layer.weight.data = numbers[offset : offset + rows * 512].view(rows, 512).copy_(layer.weight)
-    for _ in range(2):
-        assert torch.equal(layer(X), F.linear(X, layer.weight))
+    x = X.clone()
+    strange = x.as_strided((1, 1, 512), (512, 1, 1))  # contiguous, says torch
+    for each in (x, x, strange):
+        assert torch.equal(layer(each), F.linear(each, layer.weight))
+    assert bool(split) == any(threaded.EXACT.values())
 
 
 def test_parts_make_the_whole():
@@ -64,15 +68,46 @@ def test_sums_that_differ_stay_whole(monkeypatch, split):
     assert torch.equal(other(X), F.linear(X, other.weight))
 
 
-def test_a_weight_that_shows_nothing_stays_whole(split):
-    layer = make(576)
-    layer.weight[100:] = 0
+def test_a_weight_that_shows_nothing_decides_nothing(split):
+    layer = make(512)
+    layer.weight.copy_(torch.eye(512))
     assert torch.equal(layer(X), F.linear(X, layer.weight))
-    assert list(threaded.EXACT.values()) == [False]
+    assert (threaded.EXACT, split) == ({}, [])
+
+
+def test_what_changes_is_decided_anew(split):
+    layer = make(512)
+
+    def check() -> None:
+        assert torch.equal(layer(X), F.linear(X, layer.weight))
+
+    check()
+    layer.weight.data = layer.weight.data.t()  # the same numbers in the same place
+    check()
+    layer.load_state_dict({"weight": torch.randn(512, 512)}, assign=True)
+    check()
+    torch.set_num_threads(1)
+    split.clear()
+    check()
     assert split == []
+    torch.set_num_threads(2)
+    layer.bfloat16()
+    x = X.bfloat16()
+    assert torch.equal(layer(x), F.linear(x, layer.weight))
+    with pytest.raises(RuntimeError):
+        layer(x[..., :1])
 
 
-def test_what_stays_whole(split):
+def test_all_threads_or_as_many_as_divide_the_rows(split):
+    for threads, n in ((2, 2), (3, 3), (5, 4)):
+        torch.set_num_threads(threads)
+        layer = make(576)  # 144 blocks
+        assert torch.equal(layer(X), F.linear(X, layer.weight))
+        assert split == [] or split.pop()[0] == n
+        split.clear()
+
+
+def test_what_stays_whole(split, monkeypatch):
     layer = make(576)
     with torch.autocast("cpu"):
         layer(X)
@@ -82,6 +117,12 @@ def test_what_stays_whole(split):
     layer.bfloat16()(X.bfloat16())
     make(64)(X)
     make(577)(X)
+    make(576)(X.clone().requires_grad_()).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        make(576)(X)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        make(576)(torch.empty(1, 1, 512))
     trained = make(576).requires_grad_()
     trained(X).sum().backward()
     assert trained.weight.grad is not None
