@@ -26,6 +26,13 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
+@pytest.fixture
+def quickly_compiled(monkeypatch):
+    """Traced as ever, but run by torch itself in the place of generated code."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
 def make(name: str = "own_head_dim", **changes: object) -> Llama:
     model = Llama(LlamaConfig.from_dict({**SHAPES[name], **changes})).eval().requires_grad_(False)
     strengthen(model, seed=3, embedding_std=1.0)
@@ -120,10 +127,9 @@ def test_the_plain_model_stays_as_it_is():
 
 
 @pytest.mark.slow
-def test_positions_and_masks_reach_the_compiled_step(monkeypatch):
+@pytest.mark.usefixtures("quickly_compiled")
+def test_positions_and_masks_reach_the_compiled_step():
     """The compiler takes a tensor that stands in two places for one input, also where it is not."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # quickly
     model = make(num_hidden_layers=2)
     swift = fast_model(model)
     prompt, token = torch.tensor([[5, 9, 2]]), torch.tensor([[4]])
@@ -141,10 +147,9 @@ def test_positions_and_masks_reach_the_compiled_step(monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_models_of_one_shape_do_not_share_code(monkeypatch):
+@pytest.mark.usefixtures("quickly_compiled")
+def test_two_models_of_one_shape_do_not_share_code():
     """Conditions on a model are not checked before a step, so its code must be its own."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # quickly
     models = [make(), make(rms_norm_eps=5.0)]
     swift = [fast_model(model) for model in models]
     texts = [generate(model, PROMPTS[:1], max_new_tokens=12) for model in models]
@@ -253,10 +258,9 @@ def test_two_generations_interleave():
 
 
 @pytest.mark.slow
-def test_every_batch_size_has_code_of_its_own(monkeypatch):
+@pytest.mark.usefixtures("quickly_compiled")
+def test_every_batch_size_has_code_of_its_own():
     """Else the ninth would meet the compiler's limit for one function."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # quickly
     model = make(num_hidden_layers=1)
     swift = fast_model(model)
     for batch in range(1, 11):
