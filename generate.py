@@ -108,11 +108,11 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     import torch
 
     from llama_mini import load_model, load_tokenizer, stream
-    from llama_mini.chat import chat_prompt
-    from llama_mini.checkpoint import check_weights, open_checkpoint, open_config
+    from llama_mini.checkpoint.chat import chat_prompt
+    from llama_mini.checkpoint.memory import require_memory
+    from llama_mini.checkpoint.weights import check_weights, open_checkpoint, open_config
     from llama_mini.cli import choose_device
     from llama_mini.generation import require_prompts, require_sampling
-    from llama_mini.memory import require_memory
 
     sampling = options.temperature, options.top_k, options.top_p
     require_sampling(*sampling)
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     device, agree = choose_device(options.device), None
     unread: list[BrokenPipeError] = []
     if size > 1:
-        from llama_mini.parallel import load_parallel, start
+        from llama_mini.speed.parallel import load_parallel, start
 
         ranks = start(device)
 
@@ -166,7 +166,7 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     if options.check:
         check_weights(model, checkpoint)
     if options.compile:
-        from llama_mini.fast import fast_model  # with torch's compiler, which takes its time
+        from llama_mini.speed.fast import fast_model  # with torch's compiler, which takes its time
 
         model = fast_model(model)
         model.prepare(1)  # compiles, so that tokens come evenly

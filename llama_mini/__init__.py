@@ -14,15 +14,17 @@ if sys.argv[:1] == ["-m"] and any(
             signal.signal(each, lambda number, frame: os._exit(128 + number))
 
 from .cache import KVCache
-from .checkpoint import load_model
+from .checkpoint.tokenizer import load_tokenizer
+from .checkpoint.weights import load_model
 from .config import LlamaConfig, RopeConfig
 from .generation import generate, sample, stream
+from .inspect.record import compare, record
 from .model import Llama, RMSNorm
-from .record import compare, record
-from .tokenizer import load_tokenizer
 
-# `python -m llama_mini.record` runs a module that is imported above, and Python warns of that.
-warnings.filterwarnings("ignore", r"'llama_mini\.record' found in sys\.modules", RuntimeWarning)
+# `python -m llama_mini.inspect.record` runs a module that is imported above, and Python warns of that.
+warnings.filterwarnings(
+    "ignore", r"'llama_mini\.inspect\.record' found in sys\.modules", RuntimeWarning
+)
 
 __all__ = [
     "KVCache",

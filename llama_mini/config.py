@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .refusals import family_of, listed, refuse, said, short, shown
+from .checkpoint.refusals import family_of, listed, refuse, said, short, shown
 
 SIZES = (
     "vocab_size",
@@ -194,7 +194,7 @@ class LlamaConfig:
         stops = read_json(generation).get("eos_token_id") if is_there(generation) else None
         values = read_json(path)
         if path.name == "params.json" and values.get("vocab_size") == -1:
-            from .checkpoint import stored_vocab_size  # which needs this module
+            from .checkpoint.weights import stored_vocab_size  # which needs this module
 
             values["vocab_size"] = stored_vocab_size(folder)
         try:

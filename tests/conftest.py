@@ -72,7 +72,7 @@ def checkpoint(tmp_path_factory) -> Path:
     from safetensors.torch import save_file
 
     from llama_mini import Llama, LlamaConfig
-    from llama_mini.checkpoint import HUGGING_FACE, translate
+    from llama_mini.checkpoint.weights import HUGGING_FACE, translate
 
     folder = tmp_path_factory.mktemp("checkpoint")
     values = {

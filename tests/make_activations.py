@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-from fixtures import (
+from safetensors.torch import save_file
+from sentencepiece import SentencePieceProcessor
+from support.fixtures import (
     ACTIVATIONS,
     HALVES,
     SHAPES,
@@ -21,8 +23,6 @@ from fixtures import (
     draw_tokens,
     reference_model,
 )
-from safetensors.torch import save_file
-from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama

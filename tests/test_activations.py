@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llama_mini import LlamaConfig, record
-from tests.fixtures import (
+from tests.support.fixtures import (
     ACTIVATIONS,
     EMBEDDING_STD,
     HALVES,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import llama_mini.model
 from llama_mini import LlamaConfig, RMSNorm, generate, load_model, load_tokenizer
-from tests.fixtures import (
+from tests.support.fixtures import (
     BASE,
     HALVES,
     LINEAR,

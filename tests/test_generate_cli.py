@@ -16,7 +16,7 @@ import torch
 
 import generate as cli
 from llama_mini import generate, load_model, load_tokenizer
-from tests.fixtures import STORIES260K_TEXT
+from tests.support.fixtures import STORIES260K_TEXT
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -21,12 +21,12 @@ import pytest
 import torch
 
 import generate as cli
-from llama_mini import train
+from llama_mini.checkpoint.files import replace
 from llama_mini.cli import on_stop, run_command, stop
-from llama_mini.files import replace
-from tests.fixtures import require
+from llama_mini.train import loop as train
+from tests.support.fixtures import require
 from tests.test_generate_cli import ROOT, damaged
-from tests.test_train import OPTIONS, TINY, documents
+from tests.train.test_train import OPTIONS, TINY, documents
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 400
@@ -148,7 +148,7 @@ def test_at_any_moment(endless):
     [
         ([str(ROOT / "generate.py"), "--prompt", "x"], "argparse"),
         ([str(ROOT / "generate.py"), "--prompt", "x"], "torch.version"),
-        (["-m", "llama_mini.record", "--compare", "x", "x"], "torch.version"),
+        (["-m", "llama_mini.inspect.record", "--compare", "x", "x"], "torch.version"),
     ],
 )
 @pytest.mark.parametrize("number", SIGNALS)
@@ -304,11 +304,11 @@ def test_full_disk_at_once_and_later(text, tmp_path, monkeypatch, capsys):
 
 def test_full_disk_while_recording_and_drawing(checkpoint, tmp_path, capsys):
     require("matplotlib")
-    from llama_mini import norm_report
+    from llama_mini.inspect import norm_report
 
     model = ["--model", str(checkpoint), "--prompt", "The fox"]
     for main, option, name in (
-        (sys.modules["llama_mini.record"].main, "--out", "trace.safetensors"),
+        (sys.modules["llama_mini.inspect.record"].main, "--out", "trace.safetensors"),
         (norm_report.main, "--plot", "norms.svg"),
         (norm_report.main, "--plot", "norms.png"),
     ):
@@ -350,7 +350,7 @@ def test_a_folder_that_cannot_be_written_to(text):
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert str(folder / "out") in err
         one_line_about(folder / train.STATE, as_nobody(training(folder / "tales.txt", folder)))
-        trace = sys.modules["llama_mini.record"]
+        trace = sys.modules["llama_mini.inspect.record"]
         tokens = {"tokens": torch.zeros(1, 1)}
         saved = as_nobody(
             lambda: run_command(lambda: trace.save_trace(folder / "trace", tokens, {}))

@@ -12,8 +12,7 @@ from torch import nn
 import llama_mini.model
 from llama_mini import KVCache, Llama, LlamaConfig
 from llama_mini.model import Attend, causal_mask
-
-from .fixtures import draw_tokens, strengthen
+from tests.support.fixtures import draw_tokens, strengthen
 
 CONFIG = LlamaConfig(
     vocab_size=61,

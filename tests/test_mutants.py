@@ -20,7 +20,7 @@ import llama_mini.model as code
 from llama_mini import KVCache, Llama, RMSNorm
 from llama_mini.cache import BlockCache
 from llama_mini.rope import inverse_frequencies
-from tests.fixtures import (
+from tests.support.fixtures import (
     HALVES,
     check,
     check_half_norm,

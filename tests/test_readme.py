@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from llama_mini.checkpoint import HUGGING_FACE, META
+from llama_mini.checkpoint.weights import HUGGING_FACE, META
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,9 +41,13 @@ def test_pictures_are_there():
 def test_options_of_the_commands_exist():
     sources = {
         "generate.py": ROOT / "generate.py",
-        **{f"llama_mini.{p.stem}": p for p in (ROOT / "llama_mini").glob("*.py")},
+        **{
+            ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"): p
+            for p in (ROOT / "llama_mini").rglob("*.py")
+        },
+        "llama_mini.train": ROOT / "llama_mini" / "train" / "loop.py",
     }
-    commands = re.findall(r"python (?:-m (llama_mini\.\w+)|(generate\.py))([^\n#`]*)", README)
+    commands = re.findall(r"python (?:-m (llama_mini[.\w]+)|(generate\.py))([^\n#`]*)", README)
     assert commands
     for module, script, rest in commands:
         source = sources[module or script].read_text()

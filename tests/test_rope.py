@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llama_mini import Llama, LlamaConfig, RopeConfig, load_model
-from llama_mini.checkpoint import META, read_tensors
+from llama_mini.checkpoint.weights import META, read_tensors
 from llama_mini.rope import cos_sin, inverse_frequencies, rotate
 
 LLAMA3 = RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
@@ -120,7 +120,7 @@ def test_positions_of_each_row():
 def test_meta_rows_are_reordered_for_q_and_k_by_their_own_heads_and_never_for_v(tmp_path):
     from safetensors.torch import save_file
 
-    from llama_mini.checkpoint import read_headers
+    from llama_mini.checkpoint.weights import read_headers
 
     config = LlamaConfig(11, 8, 16, 1, 4, 2, head_dim=4)
     rows = {"wq": 16, "wk": 8, "wv": 8}

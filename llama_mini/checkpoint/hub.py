@@ -1,0 +1,110 @@
+"""The folder of a checkpoint: one on this machine, or the cached copy of a Hugging Face hub model.
+
+From the hub come only the files that this package reads, never a pickle (`.bin`, `.pth`).
+huggingface_hub keeps the cache (`HF_HOME`), shows progress, goes on after a cut connection, and works
+offline on what it has (`HF_HUB_OFFLINE=1` keeps it from asking).
+"""
+
+import re
+from pathlib import Path
+
+from ..config import read_json
+
+SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "params.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+]
+INDEX = "model.safetensors.index.json"
+
+
+def resolve(folder_or_hub_id: str | Path, weights: bool = True) -> Path:
+    """The folder itself, or the cached copy of a hub model, fetched where needed.
+
+    `weights`: fetch the weights as well: `model.safetensors`, else the shards that the index names,
+    else `consolidated.00.safetensors` beside a `params.json`.
+    Raises FileNotFoundError for a folder or model that is not there or cannot be reached,
+    ValueError for one that may not be read or holds no safetensors weights.
+    """
+    name = str(folder_or_hub_id)
+    try:
+        path = Path(name).expanduser()
+        if name and path.is_dir():
+            return path
+        if path.is_file():
+            raise ValueError(f"{name} is a file: name the folder that it is in, {path.parent}")
+    except (OSError, RuntimeError) as error:  # no permission, too long, ~ without a home
+        raise FileNotFoundError(f"folder {name!r} cannot be opened: {error}") from None
+    is_hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII)
+    if isinstance(folder_or_hub_id, Path) or not is_hub_id or path.parent.is_dir():
+        hint = "" if "/" in name else " (a model of the Hugging Face hub is named owner/name)"
+        raise FileNotFoundError(f"there is no folder {name!r}{hint}")
+    folder = _fetch(name, SMALL_FILES + ["model.safetensors"] * weights)
+    if not weights or (folder / "model.safetensors").is_file():
+        return folder
+    commit = folder.name  # what is fetched next belongs to what was fetched first
+    _fetch(name, [*SMALL_FILES, INDEX], commit)
+    if (folder / INDEX).is_file():
+        return _fetch(name, SMALL_FILES + _shards(folder / INDEX), commit)
+    if (folder / "params.json").is_file() and not (folder / "config.json").is_file():
+        _fetch(name, [*SMALL_FILES, "consolidated.00.safetensors"], commit)
+        if (folder / "consolidated.00.safetensors").is_file():
+            return folder
+    raise ValueError(
+        f"{name} has no weights in safetensors (model.safetensors or {INDEX}); PyTorch pickles "
+        "(.bin, .pth) can run code and are not read: convert it with transformers' save_pretrained"
+    )
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names. Raises ValueError unless all are safetensors beside it."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f"{index} has no weight_map from tensor names to file names")
+    for name in names.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise ValueError(f"{index} names {name!r}, which is not a safetensors file beside it")
+    return sorted(set(names.values()))
+
+
+def _fetch(hub_id: str, files: list[str], commit: str | None = None) -> Path:
+    """The snapshot folder with those of the files that the model has."""
+    from huggingface_hub import constants, errors, snapshot_download
+
+    hub = constants.ENDPOINT
+    try:
+        return Path(snapshot_download(hub_id, revision=commit, allow_patterns=files))
+    except errors.HFValidationError as error:
+        raise FileNotFoundError(f"there is no folder {hub_id!r}, and no hub id: {error}") from None
+    except errors.GatedRepoError:
+        raise ValueError(
+            f"{hub_id} asks for its licence to be accepted: do so at {hub}/{hub_id}, "
+            "then `hf auth login`"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise FileNotFoundError(
+            f"there is no folder {hub_id!r} here and no model {hub_id!r} at {hub} "
+            "(for a private one: `hf auth login`)"
+        ) from None
+    except errors.LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE is set"
+        else:
+            why = f"{hub} did not answer ({_line(error.__cause__ or error)}): check the network"
+        raise FileNotFoundError(
+            f"there is no folder {hub_id!r} here, a model of that name is not (all) in the cache, "
+            f"and {why}"
+        ) from None
+    except Exception as error:  # the HTTP library and its errors differ between versions
+        raise ValueError(f"fetching {hub_id} from {hub} failed: {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,0 +1,150 @@
+"""A finished training as a Hugging Face style folder: weights, configs, tokenizer and model card."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..checkpoint.files import replace
+from ..checkpoint.tokenizer import load_tokenizer
+from ..checkpoint.weights import HUGGING_FACE, load_model, translate
+from ..generation import generate
+from ..model import Llama
+from .corpus import BOS
+from .evaluation import evaluate_folder
+
+FILES = (
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.model",
+    "tokenizer_config.json",
+)
+CARD = """\
+# {name}
+
+A Llama of {parameters:,} parameters in bfloat16, trained from nothing by `llama_mini.train`. It is a
+plain `LlamaForCausalLM` checkpoint: {num_hidden_layers} blocks of width {hidden_size},
+{num_attention_heads} query and {num_key_value_heads} key/value heads, SwiGLU of width
+{intermediate_size}, RMSNorm, tied embeddings, {vocab_size} tokens (SentencePiece BPE with byte
+fallback), context {context}.
+
+## Data
+
+{data_note}
+
+Trained on {documents} documents. The last {held_out} of the text are held out, from the tokenizer too.
+The text (`{text}`, sha256 `{corpus}`)
+is not part of this folder.
+
+## Result
+
+**Held-out loss: {per_character:.4f} nats per character** ({per_token:.4f} per token; a token is
+{characters_per_token:.2f} characters).
+
+That is the sum of -ln p over every token that follows in the held-out documents, each from its BOS to
+its EOS, divided by their number of characters; beyond the context, each token is predicted from at
+least half a context. Computed in float32 from the weights as they stand here, by
+
+    {evaluate_command}
+
+## Recipe
+
+{steps} steps of at most {batch_tokens} tokens, {tokens:,} tokens seen in all, {epochs:.1f} passes over
+the data. Muon for the matrices of the blocks, AdamW for the embedding and the norms. Learning rate
+{learning_rate:g}: up over {warmup} steps, level, linear to 0 over the last {decay}. Weight decay
+{weight_decay:g} on the matrices, gradients clipped to norm 1, seed {seed}. {minutes:.0f} minutes on
+{threads} CPU threads with torch {torch}.
+
+    {train_command}
+
+Held-out loss by step: {curve}.
+
+## Samples
+
+From the BOS alone at temperature 0.8, seed {seed}, the first three as they came out:
+
+{samples}
+"""
+
+
+def write_text(path: Path, text: str) -> None:
+    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_checkpoint(out: Path, model: Llama, config: dict[str, Any], tokenizer: bytes) -> None:
+    """Everything but the card; weights in bfloat16 under Hugging Face names, a tied head once."""
+    tensors = {}
+    for name, parameter in model.named_parameters():  # a shared parameter is named once
+        theirs = translate(name, HUGGING_FACE)
+        assert theirs is not None  # the table covers every parameter of a Llama
+        tensors[theirs] = parameter.detach().to(torch.bfloat16)
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    # What transformers needs beside the model to encode as Llama does, BOS included.
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "legacy": False,
+        "model_max_length": config["max_position_embeddings"],
+    }
+    replace(out / "tokenizer.model", lambda path: path.write_bytes(tokenizer))
+    write_text(out / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(out / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    replace(out / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
+
+
+def write_card(
+    out: Path, state: dict[str, Any], text: str, data_note: str, held: Sequence[str], **facts: Any
+) -> None:
+    """The card of the checkpoint in `out`, which is measured as it stands there.
+
+    `state` is that of the training, `text` the name of its file; `facts` are the other fields of CARD.
+    """
+    recipe = state["recipe"]
+    per_character, per_token = evaluate_folder(out, held)
+    command = f"python -m llama_mini.train --text {shlex.quote(text)}"
+    name = shlex.quote(out.resolve().name)
+    options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in recipe.items())
+    card = CARD.format(
+        **recipe,
+        **facts,
+        name=out.resolve().name,
+        data_note=data_note,
+        text=text,
+        corpus=state["corpus"],
+        per_character=per_character,
+        per_token=per_token,
+        characters_per_token=per_token / per_character,
+        tokens=state["tokens"],
+        minutes=state["seconds"] / 60,
+        torch=torch.__version__,
+        curve=", ".join(f"{point[0]}: {point[-1]:.3f}" for point in state["curve"]),
+        evaluate_command=f"{command} --evaluate {name} --held-out {recipe['held_out']}",
+        train_command=f"{command} --out {name} {options} --data-note {shlex.quote(data_note)}",
+        samples="\n\n---\n\n".join(map(quote, sample_texts(out, recipe["seed"]))),
+    )
+    write_text(out / "README.md", card)
+
+
+def sample_texts(folder: Path, seed: int, number: int = 3) -> list[str]:
+    """Texts of the checkpoint at temperature 0.8, from the BOS to an EOS or the end of the context."""
+    model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
+    generator = torch.Generator().manual_seed(seed)
+    length = model.config.max_position_embeddings - 1
+    outputs = generate(model, [[BOS]] * number, length, temperature=0.8, generator=generator)
+    return [tokenizer.decode(ids) for ids in outputs]
+
+
+def quote(text: str) -> str:
+    """A text as a Markdown quotation, its lines as paragraphs."""
+    return "\n>\n".join(f"> {line}" for line in text.split("\n"))

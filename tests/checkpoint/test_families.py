@@ -1,0 +1,619 @@
+"""Every family that the README says works: transformers' own class writes it, and we read it bit for bit.
+
+Each row of HUB is a config.json as the hub has it, with its odd keys, only with smaller sizes; the ratios
+of the sizes are kept. It stands for the style of transformers 4; save_pretrained writes that of 5.
+"""
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from llama_mini import LlamaConfig, generate, load_model, load_tokenizer
+from tests.conftest import train_sentencepiece
+from tests.support.fixtures import draw_tokens, require, strengthen
+
+transformers = require("transformers")
+
+VOCAB = 320
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+}
+LLAMA3_TOKENS = {
+    "bos_token_id": 316,
+    "eos_token_id": 317,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+SMOL = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 316,
+    "eos_token_id": 318,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_sliding_window": False,
+}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def llama3_scaling(factor: float) -> dict[str, Any]:
+    return {
+        "factor": factor,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+
+
+HUB: dict[str, dict[str, Any]] = {
+    "Llama 1": {
+        "architectures": ["LLaMAForCausalLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "max_sequence_length": 2048,
+        "num_attention_heads": 4,
+        "pad_token_id": -1,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "float16",
+        "transformers_version": "4.27.0.dev0",
+    },
+    "Llama 2": {
+        "_name_or_path": "meta-llama/Llama-2-7b-hf",
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.31.0.dev0",
+    },
+    "Llama 2, longer by linear scaling": {
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {"factor": 8.0, "type": "linear"},
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+    },
+    "Llama 3": {
+        **LLAMA3_TOKENS,
+        "attention_dropout": 0.0,
+        "hidden_size": 64,
+        "intermediate_size": 224,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.0.dev0",
+    },
+    "Llama 3.1": {
+        **LLAMA3_TOKENS,
+        "attention_dropout": 0.0,
+        "eos_token_id": [317, 318, 319],
+        "hidden_size": 128,
+        "intermediate_size": 448,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": llama3_scaling(8.0),
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+    "Llama 3.2": {
+        **LLAMA3_TOKENS,
+        "attention_dropout": 0.0,
+        "eos_token_id": [317, 318, 319],
+        "head_dim": 16,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": llama3_scaling(32.0),
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "unsloth_fixed": True,
+        "pad_token_id": 319,
+    },
+    "TinyLlama": {
+        "attention_bias": False,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.35.0",
+    },
+    "SmolLM": {
+        **SMOL,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_size": 72,
+        "intermediate_size": 192,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_theta": 10000.0,
+    },
+    "SmolLM2": {
+        **SMOL,
+        "hidden_size": 72,
+        "initializer_range": 0.041666666666666664,
+        "intermediate_size": 192,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "pad_token_id": 2,
+        "rope_interleaved": False,
+        "rope_theta": 100000,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+        "transformers_version": "4.42.3",
+    },
+    "SmolLM2 1.7B": {
+        **SMOL,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "rope_theta": 130000,
+    },
+    "llama2.c stories": {
+        "hidden_size": 48,
+        "intermediate_size": 128,
+        "max_position_embeddings": 256,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.31.0.dev0",
+    },
+    "OpenLLaMA": {
+        "hidden_size": 80,
+        "intermediate_size": 216,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 8,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.30.0.dev0",
+    },
+    "Sheared-LLaMA": {
+        "_name_or_path": "princeton-nlp/Sheared-LLaMA-1.3B",
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.31.0.dev0",
+    },
+    "llama-68m": {
+        "_name_or_path": "./llama_small",
+        "bos_token_id": 0,
+        "hidden_size": 96,
+        "intermediate_size": 384,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 12,
+        "pad_token_id": 1,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.31.0",
+    },
+    "llama-160m": {
+        "bos_token_id": 0,
+        "hidden_size": 96,
+        "intermediate_size": 384,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 3,
+        "pad_token_id": 1,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    },
+    "Yi": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_size": 128,
+        "intermediate_size": 344,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+    "DeepSeek-LLM 7B": {
+        "bos_token_id": 316,
+        "eos_token_id": 317,
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+    },
+    "Mistral, no window": {**MISTRAL, "rope_theta": 1000000.0, "sliding_window": None},
+    "Mistral, window": {**MISTRAL, "rope_theta": 10000.0, "sliding_window": 32},
+    "Qwen3, tied": {
+        **QWEN3,
+        "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3, untied": {
+        **QWEN3,
+        "head_dim": 16,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
+}
+HUB = {family: {**LLAMA, **values} for family, values in HUB.items()}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class Written:
+    """A folder per family, written once by transformers and kept for all tests of this file."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __call__(self, family: str) -> Path:
+        folder = self.root / str(list(HUB).index(family))
+        if not folder.is_dir():
+            config = transformers.AutoConfig.for_model(**HUB[family])
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            strengthen(model, seed=list(HUB).index(family))
+            model.to(getattr(torch, HUB[family]["torch_dtype"])).save_pretrained(folder)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Written:
+    return Written(tmp_path_factory.mktemp("families"))
+
+
+TOKENS = draw_tokens((2, 32), seed=0, vocab_size=VOCAB)
+
+
+@functools.cache
+@torch.inference_mode()
+def reference_logits(folder: Path, dtype: torch.dtype) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model(TOKENS).logits
+
+
+@torch.inference_mode()
+def check(folder: Path, reference_folder: Path, dtype: torch.dtype) -> None:
+    """Fail unless our logits of `folder` are those of transformers of `reference_folder`, bit for bit."""
+    logits = load_model(folder, dtype=dtype)(TOKENS)
+    assert logits.dtype is dtype
+    assert torch.equal(logits, reference_logits(reference_folder, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", HUB)
+def test_family_as_transformers_5_writes_it(written, family, dtype):
+    config = json.loads((written(family) / "config.json").read_text())
+    assert "rope_parameters" in config
+    assert "rope_theta" not in config
+    check(written(family), written(family), dtype)
+
+
+@pytest.mark.parametrize("family", HUB)
+def test_family_as_the_hub_has_it(written, family, tmp_path):
+    """The config of transformers 4 and its odd keys, in the checkpoint's own dtype."""
+    weights = written(family) / "model.safetensors"
+    (tmp_path / "model.safetensors").symlink_to(weights)
+    (tmp_path / "config.json").write_text(json.dumps(HUB[family]))
+    config = LlamaConfig.from_checkpoint(tmp_path)
+    assert config.rope == LlamaConfig.from_checkpoint(written(family)).rope
+    assert config.tie_word_embeddings == HUB[family].get("tie_word_embeddings", False)
+    for dtype in DTYPES:
+        check(tmp_path, written(family), dtype)
+    model = load_model(tmp_path)
+    assert model.embed.weight.dtype is getattr(torch, HUB[family]["torch_dtype"])
+    assert (model.lm_head.weight is model.embed.weight) == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("family", ["Llama 3", "Qwen3, tied"])
+def test_shards_as_transformers_cuts_them(written, family, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(written(family))
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    assert not (tmp_path / "model.safetensors").exists()
+    check(tmp_path, written(family), torch.float32)
+
+
+def test_rows_can_tell():
+    """Weights under which the rows differ from what a loader takes that ignores a key."""
+    scaled = [family for family, values in HUB.items() if values.get("rope_scaling")]
+    assert len(scaled) == 3
+    assert {values["rms_norm_eps"] for values in HUB.values()} == {1e-5, 1e-6}
+    assert len({values.get("rope_theta", 10000.0) for values in HUB.values()}) == 6
+
+
+# Mistral's window
+
+
+@torch.inference_mode()
+def test_within_and_beyond_a_window(written):
+    """As many positions as the window is wide see all that there is; one more does not."""
+    folder = written("Mistral, window")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    unbounded = transformers.AutoModelForCausalLM.from_pretrained(folder, sliding_window=None)
+    model = load_model(folder)
+    tokens = draw_tokens((1, 33), seed=0, vocab_size=VOCAB)
+    assert not torch.equal(reference(tokens).logits, unbounded(tokens).logits)
+    assert torch.equal(model(tokens[:, :32]), reference(tokens[:, :32]).logits)
+    with pytest.raises(ValueError, match=r"33 positions reach beyond .* sliding_window of 32"):
+        model(tokens)
+    prompt = tokens[0, :30].tolist()
+    assert len(generate(model, [prompt], max_new_tokens=2, stop_ids=())[0]) == 2
+    with pytest.raises(ValueError, match=r"40 positions reach beyond .* sliding_window of 32"):
+        generate(model, [prompt], max_new_tokens=10)
+
+
+# Meta's own layout
+
+META_NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers": "layers",
+}
+LLAMA3_META = {
+    "ffn_dim_multiplier": 1.3,
+    "multiple_of": 32,
+    "n_kv_heads": 2,
+    "rope_theta": 500000.0,
+}
+# Rows of HUB, and the params.json of the same model.
+META: dict[str, dict[str, Any]] = {
+    "Llama 2": {
+        "dim": 64,
+        "multiple_of": 4,
+        "n_heads": 4,
+        "n_layers": 2,
+        "norm_eps": 1e-05,
+        "vocab_size": -1,
+    },
+    "Llama 3": {
+        "dim": 64,
+        "n_heads": 8,
+        "n_layers": 2,
+        "norm_eps": 1e-05,
+        "vocab_size": VOCAB,
+        **LLAMA3_META,
+    },
+    "Llama 3.1": {
+        "dim": 128,
+        "n_heads": 8,
+        "n_layers": 2,
+        "norm_eps": 1e-05,
+        "vocab_size": VOCAB,
+        **LLAMA3_META,
+        "use_scaled_rope": True,
+        "rope_scale_factor": 8,
+    },
+}
+
+
+def write_meta(source: Path, target: Path, params: dict[str, Any]) -> None:
+    """Write Meta's layout of a Hugging Face folder, row by row."""
+    heads = {"wq": params["n_heads"], "wk": params.get("n_kv_heads", params["n_heads"])}
+    weights = {"rope.freqs": torch.ones(4)}
+    for name, weight in load_file(source / "model.safetensors").items():
+        for theirs, meta in META_NAMES.items():
+            name = name.replace(theirs, meta)
+        part = name.split(".")[-2]
+        if part in heads:
+            rows = weight.shape[0] // heads[part]
+            # The first half of a head has the first numbers of its pairs, the second half the second.
+            order = [
+                head * rows + pair + half * rows // 2
+                for head in range(heads[part])
+                for pair in range(rows // 2)
+                for half in (0, 1)
+            ]
+            weight = weight[order]
+        weights[name] = weight
+    save_file(weights, target / "consolidated.00.safetensors")
+    (target / "params.json").write_text(json.dumps(params))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", META)
+def test_metas_layout_is_the_same_model(written, family, dtype, tmp_path):
+    write_meta(written(family), tmp_path, META[family])
+    check(tmp_path, written(family), dtype)
+    ours, theirs = load_model(tmp_path), load_model(written(family))
+    assert ours.embed.weight.dtype is theirs.embed.weight.dtype
+    weights = theirs.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in ours.state_dict().items())
+
+
+def test_metas_layout_has_rows_in_another_order(written, tmp_path):
+    """Otherwise the test above could not fail."""
+    write_meta(written("Llama 3"), tmp_path, META["Llama 3"])
+    meta = load_file(tmp_path / "consolidated.00.safetensors")
+    ours = load_model(written("Llama 3")).state_dict()
+    for part, name in {"wq": "q_proj", "wk": "k_proj"}.items():
+        weight = ours[f"blocks.0.attention.{name}.weight"]
+        assert not torch.equal(meta[f"layers.0.attention.{part}.weight"], weight)
+
+
+def test_metas_folder_from_prompt_to_text(written, tmp_path):
+    params = {**META["Llama 2"]}
+    write_meta(written("Llama 2"), tmp_path, params)
+    train_sentencepiece(tmp_path / "tokenizer.model")
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("The quick")
+    assert ids[0] == tokenizer.bos_id == 1
+    new = generate(load_model(tmp_path), [ids], max_new_tokens=8, vocab_size=tokenizer.vocab_size)
+    assert new == generate(
+        load_model(written("Llama 2")), [ids], max_new_tokens=8, vocab_size=tokenizer.vocab_size
+    )
+    assert isinstance(tokenizer.decode(new[0]), str)
+
+
+def test_open_vocabulary_is_counted(written, tmp_path):
+    write_meta(written("Llama 2"), tmp_path, META["Llama 2"])
+    assert LlamaConfig.from_checkpoint(tmp_path).vocab_size == VOCAB
+    (tmp_path / "params.json").write_text(json.dumps({**META["Llama 2"], "vocab_size": 300}))
+    with pytest.raises(ValueError, match=r"tok_embeddings\.weight \(320, 64\).*\(300, 64\)"):
+        load_model(tmp_path)
+
+
+def test_scaled_rope_without_a_factor_says_what_to_write(written, tmp_path):
+    params = {key: value for key, value in META["Llama 3.1"].items() if key != "rope_scale_factor"}
+    write_meta(written("Llama 3.1"), tmp_path, params)
+    with pytest.raises(
+        ValueError, match=r'"rope_scale_factor": 8 for Llama 3\.1 .*32 for Llama 3\.2'
+    ):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("vocab_size", [-1, VOCAB])
+def test_meta_folder_cut_for_several_devices(written, tmp_path, vocab_size):
+    write_meta(written("Llama 2"), tmp_path, {**META["Llama 2"], "vocab_size": vocab_size})
+    (tmp_path / "consolidated.01.safetensors").write_bytes(b"not opened")
+    with pytest.raises(ValueError, match=r"cut for several devices .*join its consolidated files"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("vocab_size", [-1, VOCAB])
+def test_meta_folder_as_downloaded_with_a_pickle(tmp_path, vocab_size):
+    (tmp_path / "params.json").write_text(json.dumps({**META["Llama 2"], "vocab_size": vocab_size}))
+    (tmp_path / "consolidated.00.pth").write_bytes(b"not opened")
+    with pytest.raises(FileNotFoundError) as error:
+        load_model(tmp_path)
+    message = str(error.value)
+    assert "consolidated.00.pth: loading a pickle can run code" in message
+    assert "torch.load('consolidated.00.pth', weights_only=True)" in message
+    assert "'consolidated.00.safetensors'" in message
+    assert "\n" not in message
+
+
+def test_the_way_out_of_a_pickle_works(written, tmp_path, monkeypatch):
+    """The call that the message shows, made."""
+    write_meta(written("Llama 2"), tmp_path, META["Llama 2"])
+    weights = load_file(tmp_path / "consolidated.00.safetensors")
+    (tmp_path / "consolidated.00.safetensors").unlink()
+    torch.save(weights, tmp_path / "consolidated.00.pth")
+    with pytest.raises(FileNotFoundError) as error:
+        load_model(tmp_path)
+    call = re.search(r"safetensors\.torch\.save_file\(.*\)(?= )", str(error.value))
+    monkeypatch.chdir(tmp_path)
+    exec(call[0], {"safetensors": safetensors, "torch": torch})
+    check(tmp_path, written("Llama 2"), torch.float32)

@@ -1,0 +1,437 @@
+"""What this decoder does not do is refused by name, in one line, before a weight is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llama_mini import LlamaConfig, load_model
+from llama_mini.checkpoint.refusals import FAMILIES, HARMLESS, ONLY, OTHER_FAMILIES, USED
+from llama_mini.config import FAMILY_DEFAULTS
+from tests.support.fixtures import require
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 320,
+}
+
+
+def refusal(folder: Path, values: dict[str, Any]) -> str:
+    """The error for a folder of this config, the same with no weights and with some that would crash."""
+    (folder / "config.json").write_text(json.dumps(values))
+    messages = []
+    for data in (None, b"not opened"):
+        if data is not None:
+            (folder / "model.safetensors").write_bytes(data)
+        with pytest.raises(ValueError) as error:  # noqa: PT011  # each test reads the message
+            load_model(folder)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"{folder / 'config.json'}: ")
+    assert "\n" not in messages[0]
+    return messages[0]
+
+
+# Families: a config.json as the hub has it, and what the message says of key, value and need.
+
+FAMILY: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Qwen2": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        ["model_type is 'qwen2'", "biases in the q, k and v projections"],
+    ),
+    "Gemma": (
+        {
+            "architectures": ["GemmaForCausalLM"],
+            "model_type": "gemma",
+            "head_dim": 256,
+            "hidden_act": "gelu",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-06,
+            "vocab_size": 256000,
+        },
+        ["model_type is 'gemma'", "scaled embeddings", "1 + weight", "GELU"],
+    ),
+    "Gemma 2": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+        },
+        ["model_type is 'gemma2'", "scaled embeddings", "1 + weight", "GELU", "soft-capping"],
+    ),
+    "Gemma 3": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        },
+        ["model_type is 'gemma3_text'", "scaled embeddings", "1 + weight", "sliding windows"],
+    ),
+    "GPT-NeoX (Pythia)": (
+        {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "model_type": "gpt_neox",
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-05,
+            "rotary_emb_base": 10000,
+            "rotary_pct": 0.25,
+            "use_parallel_residual": True,
+        },
+        ["model_type is 'gpt_neox'", "LayerNorm, biases, and attention and FFN side by side"],
+    ),
+    "GPT-2": (
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 768, "n_layer": 12},
+        ["model_type is 'gpt2'", "LayerNorm, biases, and learned positions"],
+    ),
+    "DeepSeek-V2": (
+        {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+            "model_type": "deepseek_v2",
+            "kv_lora_rank": 512,
+            "n_routed_experts": 64,
+            "q_lora_rank": None,
+        },
+        ["model_type is 'deepseek_v2'", "multi-head latent attention and a mixture of experts"],
+    ),
+    "DeepSeek-V3": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "kv_lora_rank": 512,
+            "n_routed_experts": 256,
+            "quantization_config": {"quant_method": "fp8"},
+        },
+        ["model_type is 'deepseek_v3'", "multi-head latent attention and a mixture of experts"],
+    ),
+    "Mixtral": (
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+        },
+        ["model_type is 'mixtral'", "a mixture of experts"],
+    ),
+    "Qwen3 with experts": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128},
+        ["model_type is 'qwen3_moe'", "a mixture of experts"],
+    ),
+    "Phi-3": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+            "model_type": "phi3",
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": None,
+            "sliding_window": 2047,
+        },
+        ["model_type is 'phi3'", "q, k, v and gate, up fused into one projection each"],
+    ),
+    "OLMo": (
+        {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "clip_qkv": None},
+        ["model_type is 'olmo'", "LayerNorm without weights"],
+    ),
+    "OLMo 2": (
+        {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rms_norm_eps": 1e-06},
+        ["model_type is 'olmo2'", "norms behind each sublayer instead of in front of it"],
+    ),
+    "Granite": (
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "model_type": "granite",
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+        },
+        [
+            "model_type is 'granite'",
+            "multipliers on the embeddings, the deltas, the scores and the logits",
+        ],
+    ),
+    "StableLM": (
+        {
+            "architectures": ["StableLmForCausalLM"],
+            "model_type": "stablelm",
+            "partial_rotary_factor": 0.25,
+        },
+        ["model_type is 'stablelm'", "rotating only a part of each head"],
+    ),
+    "Phi-2": (
+        {"architectures": ["PhiForCausalLM"], "model_type": "phi", "partial_rotary_factor": 0.4},
+        ["model_type is 'phi'", "partial rotary"],
+    ),
+    "SmolLM3": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "model_type": "smollm3",
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+        },
+        ["model_type is 'smollm3'", "blocks without rotary positions"],
+    ),
+    "Llama 4": (
+        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"},
+        ["model_type is 'llama4'", "a mixture of experts, and blocks without rotary positions"],
+    ),
+    "Yi, first files": (
+        {"architectures": ["YiForCausalLM"], "model_type": "Yi", "auto_map": {}},
+        ["model_type is 'Yi'", "the later files of Yi, of model_type llama, work"],
+    ),
+    "one that nobody knows": (
+        {"architectures": ["NovelForCausalLM"], "model_type": "novel"},
+        ["model_type is 'novel'", "not known here", "supported: llama, mistral, qwen3"],
+    ),
+    "a class without a model_type": (
+        {"architectures": ["GPTNeoXForCausalLM"], "model_type": None},
+        ["architectures is ['GPTNeoXForCausalLM']", "supported: LlamaForCausalLM"],
+    ),
+    "a Llama that does something else": (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        ["architectures is ['LlamaForSequenceClassification']", "only LlamaForCausalLM"],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_family_is_refused_by_name(tmp_path, family):
+    values, words = FAMILY[family]
+    message = refusal(tmp_path, {**LLAMA, **values})
+    for word in words:
+        assert word in message
+    assert "supported" in message
+
+
+def test_every_other_family_of_transformers_is_refused():
+    """By model_type, and by the class where there is none."""
+    transformers = require("transformers")
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert len(names) > 100
+    for name, model_class in names.items():
+        if name not in FAMILIES:
+            values = {**LLAMA, "model_type": name, "architectures": [model_class]}
+            with pytest.raises(
+                ValueError, match=r"model_type is '.*supported: llama, mistral, qwen3$"
+            ):
+                LlamaConfig.from_dict(values)
+        if model_class not in FAMILIES.values():
+            values = {**LLAMA, "model_type": None, "architectures": [model_class]}
+            with pytest.raises(ValueError, match=r"architectures is \['.*'\]; supported: LlamaFor"):
+                LlamaConfig.from_dict(values)
+
+
+# Keys
+
+
+# What a real config has there, of another kind of model than this.
+WRONG = {
+    "add_cross_attention": True,
+    "attention_bias": True,
+    "attention_multiplier": 0.015625,
+    "attention_out_bias": True,
+    "attn_logit_softcapping": 50.0,
+    "bias": True,
+    "clip_qkv": 8.0,
+    "compression_config": {"format": "pack-quantized"},
+    "cross_attention_hidden_size": 64,
+    "embedding_multiplier": 12.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_act": "gelu",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "is_encoder_decoder": True,
+    "kv_lora_rank": 512,
+    "logit_scale": 0.0625,
+    "logits_scaling": 8.0,
+    "mlp_bias": True,
+    "n_routed_experts": 64,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "parallel_attn": True,
+    "partial_rotary_factor": 0.25,
+    "pruned_heads": {"0": [1]},
+    "q_lora_rank": 1536,
+    "qk_layernorm": True,
+    "qkv_bias": True,
+    "quantization": {"group_size": 64, "bits": 4},
+    "quantization_config": {"quant_method": "gptq", "bits": 4},
+    "query_pre_attn_scalar": 256,
+    "residual_multiplier": 0.22,
+    "rope_interleaved": True,
+    "rotary_pct": 0.25,
+    "use_bias": True,
+    "use_mrope": True,
+    "use_parallel_residual": True,
+    "use_qk_norm": True,
+}
+
+
+@pytest.mark.parametrize("key", ONLY)
+def test_a_key_that_asks_for_something_else_is_refused_by_name(tmp_path, key):
+    message = refusal(tmp_path, {**LLAMA, key: WRONG[key]})
+    only, needs = ONLY[key]
+    assert f"{key} is {WRONG[key]!r}: that would take {needs}, which is not supported" in message
+    # The value that is built in is taken, and so is null.
+    plain = LlamaConfig.from_dict(LLAMA)
+    assert LlamaConfig.from_dict({**LLAMA, key: only}) == plain
+    assert LlamaConfig.from_dict({**LLAMA, key: None}) == plain
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
+@pytest.mark.parametrize("value", [True, "false", 1, [], {}])
+def test_flags_of_biases(tmp_path, key, value):
+    assert f"{key} is {value!r}" in refusal(tmp_path, {**LLAMA, key: value})
+
+
+def test_an_unknown_key_is_refused_by_name_and_value(tmp_path):
+    message = refusal(tmp_path, {**LLAMA, "mup_scale": 2.0, "attention_sinks": [0] * 100})
+    assert "mup_scale is 2.0" in message
+    assert "attention_sinks is [0, 0" in message
+    assert "delete it" in message
+    assert len(message) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", sorted(HARMLESS))
+def test_a_harmless_key_changes_nothing(key):
+    for value in (True, 7, "text", [1], {"a": 1}):
+        assert LlamaConfig.from_dict({**LLAMA, key: value}) == LlamaConfig.from_dict(LLAMA)
+
+
+def test_a_key_has_one_meaning():
+    assert not USED & HARMLESS
+    assert not USED & ONLY.keys()
+    assert not HARMLESS & ONLY.keys()
+    assert not FAMILIES.keys() & OTHER_FAMILIES.keys()
+    assert FAMILIES.keys() == FAMILY_DEFAULTS.keys()
+    assert ONLY.keys() == WRONG.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_that_transformers_writes_is_unknown(family):
+    """Everything that its config classes and their base have, at its default."""
+    transformers = require("transformers")
+    shape = {
+        key: LLAMA[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    }
+    values = transformers.AutoConfig.for_model(family, **shape).to_dict()
+    assert LlamaConfig.from_dict(values).num_hidden_layers == values["num_hidden_layers"]
+
+
+# Tensors
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (
+            [f"model.layers.{n}.self_attn.{p}_proj.bias" for n in range(2) for p in "qkv"],
+            "model.layers.{0,1}.self_attn.q_proj.bias: biases are not supported",
+        ),
+        (
+            ["model.layers.0.self_attn.qkv_proj.weight"],
+            "self_attn.qkv_proj.weight (4, 2), which is no part",
+        ),
+        (
+            ["model.layers.0.mlp.gate_up_proj.weight"],
+            "mlp.gate_up_proj.weight (4, 2), which is no part",
+        ),
+        (
+            ["model.layers.0.block_sparse_moe.experts.3.w1.weight"],
+            "block_sparse_moe.experts.3.w1.weight (4, 2), which is no part",
+        ),
+        (
+            ["model.layers.0.post_feedforward_layernorm.weight"],
+            "post_feedforward_layernorm.weight (4, 2), which is no part",
+        ),
+        (
+            ["model.layers.0.self_attn.k_norm.weight"],
+            "self_attn.k_norm.weight (4, 2), which a model of this config does not have",
+        ),
+        (["gpt_neox.embed_in.weight"], "gpt_neox.embed_in.weight (4, 2), which is no part"),
+    ],
+)
+def test_tensors_of_other_families_under_the_name_of_llama(tmp_path, names, words):
+    """Where no flag says so, the tensor is named."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    save_file({name: torch.zeros(4, 2) for name in names}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"does not fit") as error:
+        load_model(tmp_path)
+    assert f"model.safetensors holds {words}" in str(error.value) or words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# Hub names and the command line
+
+
+def test_what_is_refused_is_not_fetched(tmp_path, monkeypatch):
+    asked = []
+
+    def resolve(name: str, weights: bool = True) -> Path:
+        asked.append((name, weights))
+        return tmp_path
+
+    monkeypatch.setattr("llama_mini.checkpoint.weights.resolve", resolve)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **FAMILY["Qwen2"][0]}))
+    with pytest.raises(ValueError, match=r"model_type is 'qwen2'"):
+        load_model("owner/name")
+    assert asked == [("owner/name", False)]
+
+
+def test_the_command_says_it_in_one_line(tmp_path, capsys):
+    import generate
+    from tests.conftest import train_sentencepiece
+
+    train_sentencepiece(tmp_path / "tokenizer.model")
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **FAMILY["Qwen2"][0]}))
+    code = generate.main(["--prompt", "a", "--model", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert (code, out) == (1, "")
+    assert err.startswith(
+        f"error: {tmp_path / 'config.json'}: model_type is 'qwen2': that would take biases"
+    )
+    assert err.count("\n") == 1

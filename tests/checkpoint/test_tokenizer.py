@@ -1,0 +1,673 @@
+"""Text to ids and back, on small tokenizers trained here, in the styles of Llama 2, Llama 3 and Qwen.
+
+Their own files are not here: what these tests say of a family, they say of files laid out as its files
+are (back end, normalizers, post-processor, settings), with a vocabulary of some hundred pieces.
+"""
+
+import base64
+import io
+import json
+import string
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from llama_mini.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from tests.conftest import train_sentencepiece
+from tests.support.fixtures import require
+
+TEXT = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park.",
+    "One day she saw a big, red ball. It was too high, and her mom said no to it.",
+    'The quick brown fox jumps over the lazy dog; 0123456789 ("it\'s" done!) [INST] <s> </s> <|>',
+    "def main():\n    return {'a': 1}\n",
+    "Größe, naïve, 日本語, 😸",
+)
+HELD_OUT = [
+    "Hello",
+    " Hello  world ",
+    "\n\nüber\t日本 😸🏳️‍🌈",
+    "</s>",
+    "a</s>b <|eot_id|>",
+    "<0x41>",
+    "Ġ",
+    "",
+    " ",
+    "\x00",
+]
+LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|eot_id|>"]
+
+
+def write_json(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(values), encoding="utf-8")
+
+
+def write_sentencepiece(folder: Path, **options: object) -> Path:
+    """A tokenizer.model with Llama's settings: BPE, byte fallback, spaces kept as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = io.BytesIO()
+    chosen = {
+        "vocab_size": 420,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+        "character_coverage": 0.99,
+        "minloglevel": 2,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT * 3), model_writer=model, **(chosen | options)
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return folder
+
+
+def write_byte_level(folder: Path, special: list[str], bos: str | None, **config: object) -> Path:
+    """A tokenizer.json as Llama 3, Qwen and SmolLM2 have it: BPE over bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=350, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    model.train_from_iterator(TEXT, trainer)
+    model.add_special_tokens(special)
+    model.add_tokens(["<think>"])
+    if bos is not None:
+        model.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, model.token_to_id(bos))]
+        )
+    model.save(str(folder / "tokenizer.json"))
+    if config:
+        write_json(folder / "tokenizer_config.json", **config)
+    return folder
+
+
+def write_llama2_json(folder: Path) -> Path:
+    """A tokenizer.json as Llama 2 has it: BPE over characters with byte fallback."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    model.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = special + [f"<0x{byte:02X}>" for byte in range(256)]
+    ascii_text = [line for line in TEXT if line.isascii()]
+    model.train_from_iterator(
+        ascii_text, trainers.BpeTrainer(vocab_size=400, special_tokens=pieces, show_progress=False)
+    )
+    model.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    file = json.loads(model.to_str())
+    file["added_tokens"] = [token for token in file["added_tokens"] if token["content"] in special]
+    (folder / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
+    write_json(
+        folder / "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "sentencepiece": write_sentencepiece(root / "sentencepiece"),
+        "llama2": write_llama2_json(root / "llama2"),
+        "llama3": write_byte_level(
+            root / "llama3",
+            LLAMA3_TOKENS,
+            "<|begin_of_text|>",
+            tokenizer_class="PreTrainedTokenizerFast",
+            bos_token="<|begin_of_text|>",
+            eos_token="<|eot_id|>",
+        ),
+        "qwen": write_byte_level(
+            root / "qwen",
+            ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+            None,
+            tokenizer_class="PreTrainedTokenizerFast",
+            add_bos_token=False,
+            bos_token=None,
+            eos_token="<|im_end|>",
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def loaded(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {name: load_tokenizer(folder) for name, folder in folders.items()}
+
+
+KINDS = ["sentencepiece", "llama2", "llama3", "qwen"]
+
+
+# Where the BOS goes: on files in the style of each family
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("sentencepiece", 1), ("llama2", 1), ("llama3", 1), ("qwen", 0)]
+)
+def test_bos_by_the_tokenizers_own_rule(
+    loaded: dict[str, Tokenizer], kind: str, count: int
+) -> None:
+    tokenizer = loaded[kind]
+    plain = tokenizer.encode("Hello", bos=False)
+    assert tokenizer.encode("Hello") == [tokenizer.bos_id] * count + plain
+    assert tokenizer.encode("") == [tokenizer.bos_id] * count
+    assert tokenizer.encode("", bos=False) == []
+    assert tokenizer.bos_id not in plain
+    assert tokenizer.eos_id is not None
+    if count:
+        assert tokenizer.encode("Hello", bos=True) == tokenizer.encode("Hello")
+    else:
+        with pytest.raises(ValueError, match="names no bos_token"):
+            tokenizer.encode("Hello", bos=True)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "llama2", "llama3"])
+@pytest.mark.parametrize(("setting", "count"), [(True, 1), (False, 0), (None, 1)])
+def test_add_bos_token_overrules(
+    folders: dict[str, Path], tmp_path: Path, kind: str, setting: bool | None, count: int
+) -> None:
+    """A key that is null is the same as the key left out."""
+    for file in folders[kind].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    bos = LLAMA3_TOKENS[0] if kind == "llama3" else "<s>"
+    write_json(tmp_path / "tokenizer_config.json", add_bos_token=setting, bos_token=bos)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("Hello").count(tokenizer.bos_id) == count
+    assert tokenizer.encode("Hello", bos=True).count(tokenizer.bos_id) == 1
+
+
+def test_add_bos_token_where_the_file_has_no_rule(tmp_path: Path) -> None:
+    folder = write_byte_level(tmp_path, ["<s>"], None, add_bos_token=True, bos_token="<s>")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("Hi")[0] == tokenizer.bos_id
+    tokenizer = load_tokenizer(write_byte_level(tmp_path, ["<s>"], None, bos_token="<s>"))
+    assert tokenizer.bos_id not in tokenizer.encode("Hi")
+
+
+def test_eos_is_never_appended(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(folders["llama2"] / "tokenizer.json"))
+    model.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    model.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("Hello")[0] == 1
+    assert 2 not in load_tokenizer(tmp_path).encode("Hello")
+    folder = write_sentencepiece(tmp_path / "sentencepiece")
+    write_json(folder / "tokenizer_config.json", add_eos_token=True)
+    assert load_tokenizer(folder).encode("Hello").count(2) == 0
+    assert load_tokenizer(folder).encode("Hello").count(1) == 1
+
+
+@pytest.mark.parametrize("kind", ["llama2", "llama3", "qwen"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_same_ids_as_transformers(
+    folders: dict[str, Path], tmp_path: Path, kind: str, explicit: bool
+) -> None:
+    """Where `add_bos_token` and the file agree; transformers 5 ignores it beside a tokenizer.json."""
+    transformers = require("transformers")
+    for file in folders[kind].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folders[kind] / "tokenizer_config.json").read_text())
+    setting = {"add_bos_token": kind != "qwen"} if explicit else {}
+    write_json(tmp_path / "tokenizer_config.json", **(config | setting))
+    ours = load_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.vocab_size == len(theirs)
+    for text in [*HELD_OUT, *TEXT]:
+        plain = theirs.encode(text, split_special_tokens=True)
+        assert ours.encode(text) == plain
+        assert ours.encode(text, special=True) == theirs.encode(text)
+        assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True)
+
+
+def test_folder_saved_by_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers 5 writes Llama's tokenizer anew, with Metaspace where version 4 had normalizers."""
+    transformers = require("transformers")
+    model = json.loads((folders["llama2"] / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    theirs = transformers.LlamaTokenizer(model["vocab"], merges, add_bos_token=True)
+    theirs.save_pretrained(tmp_path)
+    assert "Metaspace" in (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    ours = load_tokenizer(tmp_path)
+    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (1, 2, len(theirs))
+    for text in [*HELD_OUT, *TEXT]:
+        plain = theirs.encode(text, split_special_tokens=True)
+        assert ours.encode(text) == plain
+        assert ours.encode(text, special=True) == theirs.encode(text)
+        assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True)
+
+
+# Which file, and what is wrong with it
+
+
+def test_tokenizer_json_wins(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"never opened")
+    file = folders["llama3"] / "tokenizer.json"
+    (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
+    assert load_tokenizer(tmp_path).encode("Hi") == load_tokenizer(folders["llama3"]).encode("Hi")
+
+
+def test_tiktoken_is_named(tmp_path: Path) -> None:
+    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
+    (tmp_path / "tokenizer.model").write_text("".join(lines))
+    with pytest.raises(ValueError, match=r"tokenizer\.model is a tiktoken file.*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00\xff",
+        b"{",
+        b"{}",
+        b"[]",
+        b"null",
+        b"not it",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+    ],
+)
+def test_damaged_file(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=name) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "llama2"])
+def test_truncated_file(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    name = "tokenizer.model" if kind == "sentencepiece" else "tokenizer.json"
+    data = (folders[kind] / name).read_bytes()
+    (tmp_path / name).write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=name):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"3": "<x>"}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"three": {"content": "<x>"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
+        ("tokenizer_config.json", '{"bos_token": 7}'),
+        ("special_tokens_map.json", '{"additional_special_tokens": [7]}'),
+        ("special_tokens_map.json", '{"eos_token": {"lstrip": false}}'),
+        ("added_tokens.json", '{"<x>": "many"}'),
+        ("added_tokens.json", '{"<x>": -1}'),
+        ("added_tokens.json", '{"<x>": null}'),
+    ],
+)
+def test_damaged_settings(folders: dict[str, Path], tmp_path: Path, name: str, text: str) -> None:
+    model = (folders["sentencepiece"] / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=name):
+        load_tokenizer(tmp_path)
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        load_tokenizer(tmp_path / "typo")
+
+
+def test_unknown_decoder_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(folders["llama3"] / "tokenizer.json"))
+    model.decoder = decoders.WordPiece()
+    model.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"WordPiece.*not supported"):
+        load_tokenizer(tmp_path)
+
+
+def test_padding_and_truncation_of_the_file_are_off(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = tokenizers.Tokenizer.from_file(str(folders["llama3"] / "tokenizer.json"))
+    model.enable_truncation(4)
+    model.enable_padding(length=4)
+    model.save(str(tmp_path / "tokenizer.json"))
+    for text in ("a", TEXT[0]):
+        ids = load_tokenizer(tmp_path).encode(text)
+        assert ids == load_tokenizer(folders["llama3"]).encode(text)
+
+
+# Streaming
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stream_equals_decode_at_every_length(loaded: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = loaded[kind]
+    ids = tokenizer.encode("".join(TEXT) + "😸 ünd <s>")
+    for length in range(len(ids) + 1):
+        decoder = tokenizer.stream_decoder()
+        pieces = [decoder.push(token) for token in ids[:length]]
+        pieces.append(decoder.flush())
+        assert "".join(pieces) == tokenizer.decode(ids[:length])
+        assert decoder.flush() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_stream_of_any_ids(loaded: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    tokenizer = loaded[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    cut = data.draw(st.integers(0, len(ids)))
+    decoder = tokenizer.stream_decoder()
+    whole = "".join(decoder.push(token) for token in ids) + decoder.flush()
+    assert whole == tokenizer.decode(ids)
+    assert "".join(tokenizer.decode([i]) for i in ids if i in tokenizer.control.values()) == ""
+    prompt = tokenizer.decode(ids[:cut])
+    if "\ufffd" not in prompt:  # a prompt is text, so it does not end inside a character
+        decoder = tokenizer.stream_decoder(ids[:cut])
+        added = "".join(decoder.push(token) for token in ids[cut:]) + decoder.flush()
+        assert prompt + added == whole
+
+
+def byte_ids(folder: Path, data: bytes) -> list[int]:
+    """The ids of the tokens that stand for one byte each."""
+    names = [f"<0x{byte:02X}>" for byte in data]
+    if (folder / "tokenizer.model").is_file():
+        model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        return [model.piece_to_id(name) for name in names]
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if model.token_to_id(names[0]) is None:  # GPT-2's alphabet of bytes
+        names = [{0xF0: "ð", 0x9F: "Ł", 0x98: "ĺ", 0xB8: "\u00b8"}[byte] for byte in data]
+    return [model.token_to_id(name) for name in names]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_character_of_four_bytes_shows_with_its_fourth(
+    folders: dict[str, Path], loaded: dict[str, Tokenizer], kind: str
+) -> None:
+    tokenizer = loaded[kind]
+    ids = byte_ids(folders[kind], b"\xf0\x9f\x98\xb8")
+    assert len(set(ids)) == 4
+    decoder = tokenizer.stream_decoder(tokenizer.encode("a"))
+    assert [decoder.push(token) for token in ids] == ["", "", "", "😸"]
+    assert decoder.flush() == ""
+    for length in (1, 2, 3):
+        decoder = tokenizer.stream_decoder(tokenizer.encode("a"))
+        assert [decoder.push(token) for token in ids[:length]] == [""] * length
+        assert (decoder.flush(), decoder.flush()) == ("\ufffd", "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_continuation_keeps_its_space(loaded: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = loaded[kind]
+    prompt = tokenizer.encode("Once upon")
+    ids = tokenizer.encode("Once upon a time")
+    assert ids[: len(prompt)] == prompt
+    continued = tokenizer.stream_decoder(prompt)
+    assert "".join(map(continued.push, ids[len(prompt) :])) == " a time"
+    if kind in ("sentencepiece", "llama2"):  # by itself, a text starts without the space
+        assert tokenizer.decode(ids[len(prompt) :]) == "a time"
+
+
+def test_work_for_each_token_is_constant(loaded: dict[str, Tokenizer]) -> None:
+    """Each id is looked up once, however long the text already is."""
+    for tokenizer in loaded.values():
+        ids = tokenizer.encode(TEXT[0], bos=False) * 20
+        decoder = tokenizer.stream_decoder()
+        seen = []
+        look_up = tokenizer._bytes
+        tokenizer._bytes = lambda i, seen=seen, look_up=look_up: seen.append(i) or look_up(i)
+        try:
+            for token in ids:
+                decoder.push(token)
+        finally:
+            del tokenizer._bytes
+        assert seen == ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_id_outside_the_vocabulary(loaded: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = loaded[kind]
+    tokenizer.decode([tokenizer.vocab_size - 1])
+    for token in (-1, tokenizer.vocab_size):
+        with pytest.raises(ValueError, match=f"token id {token} .* {tokenizer.vocab_size}"):
+            tokenizer.decode([token])
+
+
+def test_vocab_size_counts_gaps(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The largest id counts, not the number of tokens: the ids between decode to nothing."""
+    model = (folders["sentencepiece"] / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    write_json(tmp_path / "added_tokens.json", **{"<far>": 900})
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 901
+    assert tokenizer.decode([800, 900]) == "<far>"
+    vocab = {"a": 0, "b": 7}
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    model.decoder = decoders.ByteLevel()
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "added_tokens.json").unlink()
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 8
+    assert tokenizer.decode([0, 5, 7]) == "ab"
+
+
+# Control tokens in a prompt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_control_text_is_plain_unless_asked(loaded: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = loaded[kind]
+    assert len(tokenizer.control) >= 3
+    for text, token in tokenizer.control.items():
+        for prompt in (text, f"a{text}b", f"{text} {text}"):
+            plain = tokenizer.encode(prompt, bos=False)
+            assert token not in plain
+            assert tokenizer.decode(plain) == prompt
+            parsed = tokenizer.encode(prompt, bos=False, special=True)
+            assert parsed.count(token) == prompt.count(text)
+            assert text not in tokenizer.decode(parsed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_literal_control_text_in_a_template(loaded: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = loaded[kind]
+    text, token = next((t, i) for t, i in tokenizer.control.items() if t != "<unk>")
+    prompt = f"{text}x{text}y"
+    ids = tokenizer.encode(prompt, bos=False, special=True, literal=[len(text) + 1])
+    assert ids.count(token) == 1
+    assert ids[0] == token
+    space = " " if kind == "llama2" else ""  # that file puts one after every control token's text
+    assert tokenizer.decode(ids) == f"x{text}{space}y"
+
+
+def test_control_token_that_is_also_an_ordinary_piece(tmp_path: Path) -> None:
+    """Unigram vocabularies, and SentencePiece's user-defined pieces, match it in any text."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in string.printable), ("▁", -5.0)]
+    model = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    model.pre_tokenizer = pre_tokenizers.Metaspace()
+    model.decoder = decoders.Metaspace()
+    model.add_special_tokens(["<unk>", "</s>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    folder = write_sentencepiece(tmp_path / "spm", user_defined_symbols=["<|im_end|>", "<think>"])
+    write_json(folder / "special_tokens_map.json", additional_special_tokens=["<|im_end|>"])
+    for tokenizer, text in [
+        (load_tokenizer(tmp_path), "</s>"),
+        (load_tokenizer(folder), "<|im_end|>"),
+    ]:
+        token = tokenizer.control[text]
+        plain = tokenizer.encode(f"hi{text} there", bos=False)
+        assert token not in plain
+        assert tokenizer.decode(plain) == f"hi{text} there"
+        assert token in tokenizer.encode(f"hi{text} there", special=True)
+    # Any text may be unknown: <unk> is a control token that stays.
+    write_json(tmp_path / "tokenizer_config.json", unk_token="<unk>")
+    assert load_tokenizer(tmp_path).encode("hi日")[-1] == 0
+    # What is not a control token is a piece like any other.
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode("a<think>b", bos=False)[-2:-1]) == "<think>"
+
+
+# Added tokens beside a SentencePiece model: ids from the file
+
+
+def test_added_tokens_of_sentencepiece(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = (folders["sentencepiece"] / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    write_json(
+        tmp_path / "tokenizer_config.json",
+        added_tokens_decoder={
+            "423": {"content": "<think>", "special": False},
+            "421": {"content": "<|im_end|>", "special": True, "rstrip": True},
+            "420": {"content": "<|im_start|>", "special": True},
+            "424": {"content": "<think>?", "special": False},
+            "1": {"content": "<s>", "special": True},
+        },
+        eos_token={"content": "<|im_end|>"},
+    )
+    write_json(tmp_path / "added_tokens.json", **{"<think>": 423, "<|im_end|>": 421, "<pad>": 422})
+    write_json(tmp_path / "special_tokens_map.json", pad_token="<pad>", eos_token="</s>")
+    tokenizer = load_tokenizer(tmp_path)
+    bare = load_tokenizer(folders["sentencepiece"])
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 421, 425)
+    assert tokenizer.control["<pad>"] == 422
+    text = "<|im_start|>Once<think>upon<|im_end|>\n a"
+    once, upon = (bare.encode(f"{i}", bos=False) for i in ("Once", "\nupon"))
+    newline = bare.encode("\n", bos=False)
+    inside = [i for i in upon if i not in newline]
+    ids = tokenizer.encode(text, bos=False, special=True)
+    assert ids[0] == 420
+    assert ids.count(421) == 1
+    assert ids[ids.index(423) + 1 : ids.index(421)] == inside
+    assert once != ids[1 : ids.index(423)]  # no space after a token, as transformers' legacy=False
+    assert tokenizer.decode(ids) == "Once<think>upona"  # <|im_end|> takes in the space after it
+    plain = tokenizer.encode(text, bos=False)
+    assert {420, 421} & set(plain) == set()
+    assert 423 in plain
+    assert tokenizer.decode(plain) == text
+    assert tokenizer.encode("<think>?", bos=False) == [424]  # the longest counts
+    write_json(tmp_path / "tokenizer_config.json", legacy=True)
+    legacy = load_tokenizer(tmp_path).encode("<think>Once", bos=False)
+    assert legacy == [423, *once]
+
+
+@pytest.mark.parametrize("token", [0, 420])
+def test_an_added_token_of_spaces_that_takes_in_more(
+    folders: dict[str, Path], tmp_path: Path, token: int
+) -> None:
+    """What it takes in on its left is spaces too; id 0 is an id like any other."""
+    model = (folders["sentencepiece"] / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    added = {str(token): {"content": "    ", "lstrip": True, "special": False}}
+    write_json(tmp_path / "tokenizer_config.json", added_tokens_decoder=added)
+    tokenizer = load_tokenizer(tmp_path)
+    bare = load_tokenizer(folders["sentencepiece"])
+    a = bare.encode("a", bos=False)
+    for text in ("    ", "      ", "\n    "):
+        assert tokenizer.encode(f"a{text}", bos=False) == [*a, token], text
+        assert tokenizer.encode(text, bos=False)[-1] == token
+    assert tokenizer.decode([*a, token]) == "a    "
+    assert token not in tokenizer.encode("a   ", bos=False)  # three are not four
+
+
+def test_tokens_named_only_beside_a_tokenizer_json(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    file = (folders["llama3"] / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(file)
+    size = load_tokenizer(tmp_path).vocab_size
+    write_json(
+        tmp_path / "tokenizer_config.json",
+        added_tokens_decoder={str(size): {"content": "<new>", "special": True}},
+        eos_token="<new>",
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (size, size + 1)
+    assert tokenizer.encode("a<new>", special=True)[-1] == size
+    write_json(
+        tmp_path / "tokenizer_config.json",
+        added_tokens_decoder={str(size + 3): {"content": "<new>", "special": True}},
+    )
+    with pytest.raises(ValueError, match=rf"'<new>' the id {size}.* {size + 3}"):
+        load_tokenizer(tmp_path)
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
+    | st.text(" <s>/|a\n", max_size=20)
+)
+def test_round_trip(loaded: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = loaded[kind]
+    for ids in (tokenizer.encode(text), tokenizer.encode(text, bos=False)):
+        assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("text", HELD_OUT)
+def test_same_text_as_the_libraries(
+    folders: dict[str, Path], loaded: dict[str, Tokenizer], text: str
+) -> None:
+    model = sentencepiece.SentencePieceProcessor(
+        model_file=str(folders["sentencepiece"] / "tokenizer.model")
+    )
+    ids = loaded["sentencepiece"].encode(text, bos=False)
+    assert ids == model.encode(text)
+    assert loaded["sentencepiece"].decode(ids) == model.decode(ids)
+    for kind in ("llama2", "llama3", "qwen"):
+        reference = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
+        ids = loaded[kind].encode(text)
+        assert loaded[kind].decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+def test_sentencepiece_without_a_leading_space(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path, add_dummy_prefix=False))
+    for text in ("Once", " Once", "  "):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lone_surrogate(loaded: dict[str, Tokenizer], kind: str) -> None:
+    with pytest.raises(ValueError, match=r"character 2 of the text is U\+D83D, a lone surrogate"):
+        loaded[kind].encode("ab\ud83d")
+
+
+def test_real_checkpoint(stories260k: Path) -> None:
+    tokenizer = load_tokenizer(stories260k)
+    ids = tokenizer.encode("Once upon a time")
+    assert ids == [1, 403, 407, 261, 378]
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (512, 1, 2)
+    assert tokenizer.decode(ids) == "Once upon a time"
+
+
+def test_the_leading_space_goes_where_no_piece_begins_with_one(tmp_path):
+    train_sentencepiece(tmp_path / "tokenizer.model", vocab_size=289)  # bytes and letters only
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("The quick", "a", "é"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text

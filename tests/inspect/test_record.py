@@ -1,0 +1,382 @@
+"""Recording, comparing, and the command line for both."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from llama_mini import Llama, LlamaConfig, compare, load_model, load_tokenizer, record
+from llama_mini.inspect.record import load_trace, main, names_of, save_trace
+from tests.support.fixtures import BASE, draw_tokens, strengthen
+
+TOKENS = draw_tokens((2, 7), seed=0)
+
+
+@pytest.fixture
+def model() -> Llama:
+    model = Llama(LlamaConfig.from_dict({**BASE, "head_dim": 12}))
+    strengthen(model, seed=0)
+    return model.eval()
+
+
+@pytest.fixture
+def activations(model: Llama) -> dict[str, Tensor]:
+    return record(model, TOKENS)
+
+
+def hooks(model: Llama) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["record", *map(str, arguments)])
+    return main()
+
+
+# record
+
+
+def test_names_and_shapes_in_forward_order(activations: dict[str, Tensor]) -> None:
+    block = {
+        ".pre_attention_norm": (2, 7, 32),
+        ".attention.q": (2, 4, 7, 12),
+        ".attention.k": (2, 2, 7, 12),
+        ".attention.v": (2, 2, 7, 12),
+        ".attention": (2, 7, 32),
+        ".pre_ffn_norm": (2, 7, 32),
+        ".ffn": (2, 7, 32),
+        "": (2, 7, 32),
+    }
+    expected = {"embed": (2, 7, 32)}
+    expected |= {f"blocks.{n}{part}": shape for n in (0, 1) for part, shape in block.items()}
+    expected |= {"final_norm": (2, 7, 32), "lm_head": (2, 7, 64)}
+    assert [(name, tuple(t.shape)) for name, t in activations.items()] == list(expected.items())
+    assert all(t.device.type == "cpu" and t.is_contiguous() for t in activations.values())
+
+
+def test_values_are_those_of_the_forward_pass(model: Llama, activations: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        assert torch.equal(activations["lm_head"], model(TOKENS))
+    x, delta = activations["embed"], activations["blocks.0.attention"]
+    assert torch.equal(x + delta + activations["blocks.0.ffn"], activations["blocks.0"])
+    assert torch.equal(model.final_norm(activations["blocks.1"]), activations["final_norm"])
+    assert not any(t.requires_grad for t in activations.values())
+
+
+def test_patterns_choose(model: Llama, activations: dict[str, Tensor]) -> None:
+    chosen = record(model, TOKENS, ["blocks.*.pre_ffn_norm", "embed", "blocks.1.attention.?"])
+    assert list(chosen) == [
+        "embed",
+        "blocks.0.pre_ffn_norm",
+        "blocks.1.attention.q",
+        "blocks.1.attention.k",
+        "blocks.1.attention.v",
+        "blocks.1.pre_ffn_norm",
+    ]
+    assert all(torch.equal(t, activations[name]) for name, t in chosen.items())
+    logits = record(model, TOKENS, ["lm_head"])["lm_head"]
+    assert torch.equal(logits, activations["lm_head"])
+
+
+@pytest.mark.parametrize("pattern", ["blocks.2.ffn", "model.norm", "blocks.?.q", ""])
+def test_a_pattern_that_matches_nothing(model: Llama, pattern: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"no activation is named {pattern!r}")):
+        record(model, TOKENS, ["embed", pattern])
+    assert hooks(model) == 0
+
+
+def test_hooks_are_gone_afterwards(model: Llama) -> None:
+    seen = []
+    model.embed.register_forward_hook(lambda *_: seen.append(1))  # somebody's own stays
+    record(model, TOKENS)
+    assert hooks(model) == 1
+    with pytest.raises(IndexError):
+        record(model, torch.tensor([[0, 64]]))  # 64 ids: 0 to 63
+    assert hooks(model) == 1
+    assert seen
+
+
+def test_an_edit_of_the_result_does_not_reach_the_model(model: Llama) -> None:
+    before = model.embed.weight.clone()
+    for tensor in record(model, TOKENS).values():
+        tensor.zero_()
+    assert torch.equal(model.embed.weight, before)
+
+
+def test_one_name_per_part_of_the_model(model: Llama, activations: dict[str, Tensor]) -> None:
+    assert names_of(model) == list(activations)
+
+
+# compare
+
+
+def test_equal_activations(activations: dict[str, Tensor]) -> None:
+    differences = compare(activations, activations)
+    assert list(differences) == list(activations)
+    assert set(differences.values()) == {(0.0, 0.0)}
+
+
+def test_the_first_injected_difference_shows(activations: dict[str, Tensor]) -> None:
+    other = {name: t.clone() for name, t in reversed(activations.items())}
+    other["blocks.0.ffn"][1, 3, 5] += 0.25
+    other["final_norm"] += 0.5
+    differences = compare(activations, other)
+    assert list(differences) == list(activations)
+    assert [name for name, d in differences.items() if d.absolute] == ["blocks.0.ffn", "final_norm"]
+    largest = activations["blocks.0.ffn"].abs().max().item()
+    assert differences["blocks.0.ffn"].absolute == pytest.approx(0.25, rel=1e-5)
+    assert differences["blocks.0.ffn"].relative == pytest.approx(0.25 / largest, rel=1e-5)
+
+
+def test_blocks_are_ordered_by_number() -> None:
+    names = ["embed", "blocks.2.attention.q", "blocks.2", "blocks.10.ffn", "final_norm", "mine"]
+    trace = dict.fromkeys(sorted(names), torch.ones(1))
+    assert list(compare(trace, trace)) == names
+
+
+def test_names_of_one_side_alone_and_tokens_are_left_out(activations: dict[str, Tensor]) -> None:
+    by_hand = {"lm_head": activations["lm_head"], "embed": activations["embed"], "own": TOKENS}
+    assert list(compare({**activations, "tokens": TOKENS}, {**by_hand, "tokens": TOKENS})) == [
+        "embed",
+        "lm_head",
+    ]
+
+
+def test_nothing_in_common() -> None:
+    with pytest.raises(ValueError, match="no name in common"):
+        compare({"embed": TOKENS, "tokens": TOKENS}, {"model.embed": TOKENS, "tokens": TOKENS})
+
+
+def test_shapes_that_differ_are_named() -> None:
+    with pytest.raises(ValueError, match=r"embed is \(2, 7\) in the reference and \(7, 2\)"):
+        compare({"embed": TOKENS}, {"embed": TOKENS.T})
+
+
+@pytest.mark.parametrize(
+    ("reference", "other", "absolute", "relative"),
+    [
+        ([1.0, math.nan], [1.0, math.nan], 0.0, 0.0),
+        ([1.0, 2.0], [1.0, math.nan], math.inf, math.inf),
+        ([1.0, math.nan], [1.0, 2.0], math.inf, math.inf),
+        ([1.0, math.inf], [1.0, math.inf], 0.0, 0.0),
+        ([2.0, math.inf], [1.0, math.inf], 1.0, 0.5),
+        ([1.0, math.inf], [1.0, -math.inf], math.inf, math.inf),
+        ([1.0, math.inf], [1.0, 2.0], math.inf, math.inf),
+        ([1.0, 2.0], [1.0, math.inf], math.inf, math.inf),
+        ([0.0, 0.0], [0.0, 0.0], 0.0, 0.0),
+        ([0.0, 0.0], [0.0, 1.0], 1.0, math.inf),
+        ([-4.0, 2.0], [-4.0, 1.0], 1.0, 0.25),
+        ([], [], 0.0, 0.0),
+    ],
+)
+def test_values_that_are_not_numbers(
+    reference: list[float], other: list[float], absolute: float, relative: float
+) -> None:
+    found = compare({"embed": torch.tensor(reference)}, {"embed": torch.tensor(other)})
+    assert found["embed"] == (absolute, relative)
+
+
+def test_other_dtypes_are_compared_by_value() -> None:
+    a = torch.tensor([1.0, 0.1])
+    rounded = a.bfloat16()
+    found = compare({"embed": a}, {"embed": rounded})["embed"].absolute
+    assert found == abs(a[1].item() - rounded[1].item()) > 0
+    assert compare({"embed": a.double()}, {"embed": a})["embed"].absolute == 0.0
+
+
+# Files
+
+
+def test_a_trace_file_holds_what_was_recorded(
+    tmp_path: Path, activations: dict[str, Tensor]
+) -> None:
+    path = tmp_path / "trace.safetensors"
+    save_trace(path, {"tokens": TOKENS, **activations}, {"prompt": "x"})
+    loaded = load_trace(path)
+    assert torch.equal(loaded.pop("tokens"), TOKENS)
+    assert loaded.keys() == activations.keys()
+    assert set(compare(activations, loaded).values()) == {(0.0, 0.0)}
+    assert os.listdir(tmp_path) == ["trace.safetensors"]
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, activations: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.safetensors"
+    path.write_bytes(b"old")
+
+    def fail(tensors: object, filename: Path, metadata: object) -> None:
+        Path(filename).write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match=r"trace\.safetensors cannot be written: no space left"):
+        save_trace(path, activations, {})
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["trace.safetensors"]
+
+
+# The command line
+
+
+def test_recording_a_checkpoint(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "trace.safetensors"
+    options = ("--model", checkpoint, "--prompt", "Once upon a time", "--out", out)
+    assert run(monkeypatch, *options) == 0
+    tokens = torch.tensor([load_tokenizer(checkpoint).encode("Once upon a time")])
+    expected = record(load_model(checkpoint, dtype=torch.float32), tokens)
+    trace = load_file(out)
+    assert torch.equal(trace.pop("tokens"), tokens)
+    assert trace.keys() == expected.keys()
+    assert all(torch.equal(trace[name], tensor) for name, tensor in expected.items())
+    with safe_open(out, framework="pt") as file:
+        assert file.metadata()["prompt"] == "Once upon a time"
+    assert str(out) in capsys.readouterr().out
+
+    assert run(monkeypatch, *options, "--names", "embed", "--dtype", "bfloat16") == 0
+    trace = load_file(out)
+    assert trace.keys() == {"tokens", "embed"}
+    assert trace["embed"].dtype == torch.bfloat16
+
+
+@pytest.fixture
+def files(tmp_path: Path, activations: dict[str, Tensor]) -> tuple[Path, Path]:
+    """A reference, and a trace that differs from blocks.1.attention on."""
+    other = {name: t.clone() for name, t in activations.items()}
+    for name in ("blocks.1.attention", "blocks.1", "lm_head"):
+        other[name] += 0.5
+    paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    for path, tensors in zip(paths, (activations, other), strict=True):
+        save_file({"tokens": TOKENS, **tensors}, path)
+    return paths
+
+
+def test_comparing_files(
+    files: tuple[Path, Path],
+    activations: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, "--compare", *files) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == list(activations)
+    marked = [line.split()[0] for line in lines if "<-" in line]
+    assert marked == ["blocks.1.attention"]
+    assert lines[-1].startswith("first to differ: blocks.1.attention, by 0.5 ")
+
+
+def test_comparing_equal_files(
+    files: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, "--compare", files[0], files[0]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("the 19 names in both agree")
+
+
+def test_a_tolerance_is_relative(
+    files: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, "--compare", *files, "--tolerance", "10") == 0
+    assert "the 19 names in both agree" in capsys.readouterr().out
+
+
+def test_a_trace_written_by_hand(
+    files: tuple[Path, Path],
+    activations: dict[str, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    by_hand = tmp_path / "by_hand.safetensors"
+    wrong = activations["final_norm"] + 1
+    save_file({"final_norm": wrong, "embed": activations["embed"], "mine": TOKENS}, by_hand)
+    assert run(monkeypatch, "--compare", files[0], by_hand) == 1
+    out = capsys.readouterr().out
+    table = out[out.index("absolute") :].splitlines()[1:3]
+    assert [line.split()[0] for line in table] == ["embed", "final_norm"]
+    assert "first to differ: final_norm, by 1 " in out
+    assert f"only in {by_hand}: mine\n" in out
+    assert f"only in {files[0]}: blocks.0.pre_attention_norm, blocks.0.attention.q, " in out
+
+
+def test_wrong_input_is_one_line_and_exit_code_1(
+    files: tuple[Path, Path],
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def trace(name: str, tensors: dict[str, Tensor]) -> Path:
+        save_file(tensors, tmp_path / name)
+        return tmp_path / name
+
+    a, _ = files
+    text = tmp_path / "text.safetensors"
+    text.write_text("not safetensors")
+    recording = ("--prompt", "Once", "--out", tmp_path / "out.safetensors")
+    cases = {
+        "there is no file": ("--compare", a, tmp_path / "gone.safetensors"),
+        "there is no file ": ("--compare", a, tmp_path),
+        "cannot be read as safetensors": ("--compare", text, a),
+        "different tokens": ("--compare", a, trace("t", {"tokens": TOKENS + 1, "embed": TOKENS})),
+        "embed is (2, 7, 32) in the reference": ("--compare", a, trace("s", {"embed": TOKENS})),
+        "no name in common": ("--compare", a, trace("n", {"model.norm": TOKENS})),
+        "there is no folder": ("--model", tmp_path / "gone", *recording),
+        "no activation is named 'mlp'": ("--model", checkpoint, *recording, "--names", "mlp"),
+        "--tolerance is nan": ("--compare", a, a, "--tolerance", "nan"),
+        "--tolerance is -1.0": ("--compare", a, a, "--tolerance", "-1"),
+        "cannot be written": (
+            "--model",
+            checkpoint,
+            "--prompt",
+            "a",
+            "--out",
+            tmp_path / "no" / "x",
+        ),
+    }
+    if not torch.cuda.is_available():
+        cases["--device cuda:"] = ("--model", checkpoint, *recording, "--device", "cuda")
+    for message, arguments in cases.items():
+        assert run(monkeypatch, *arguments) == 1, message
+        out, err = capsys.readouterr()
+        assert err.startswith("error: "), message
+        assert err.count("\n") == 1, err
+        assert message.strip() in err
+        assert out == "", message
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_as_a_program(files: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-m", "llama_mini.inspect.record", "--compare", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "first to differ: blocks.1.attention" in done.stdout
+
+
+def test_a_trace_is_read_as_carefully_as_a_checkpoint(tmp_path, capsys) -> None:
+    good, long = tmp_path / "good.safetensors", tmp_path / "long.safetensors"
+    save_file({"embed": torch.ones(2), "odd\x1b[31m\nname": torch.ones(2)}, good)
+    entries = b",".join(
+        b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(40_000)
+    )
+    long.write_bytes((len(entries) + 2).to_bytes(8, "little") + b"{" + entries + b"}")
+    assert main(["--compare", str(good), str(long)]) == 1
+    assert f"{long} cannot be read as safetensors: its header" in capsys.readouterr().err
+    assert main(["--compare", str(good), str(good)]) == 0
+    assert "\x1b" not in capsys.readouterr().out

@@ -1,0 +1,155 @@
+"""One token's products shared out over threads: the same bits, and only where they are."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from llama_mini import KVCache, load_model
+from llama_mini.speed import threaded
+from llama_mini.speed.threaded import ThreadedLinear, in_parts, thread_linears
+from tests.support.fixtures import SHIPPED
+
+X = torch.linspace(-1, 1, 512).view(1, 1, -1)
+TRIALS = 3  # products in parts by which a shape is decided, at most
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch):
+    monkeypatch.setattr(threaded, "EXACT", {})
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def split(monkeypatch):
+    """The shapes of the products that were shared out."""
+    shapes = []
+
+    def spy(x, weight, n):
+        shapes.append((n, *weight.shape))
+        return in_parts(x, weight, n)
+
+    monkeypatch.setattr(threaded, "in_parts", spy)
+    return shapes
+
+
+def make(rows: int, columns: int = 512) -> ThreadedLinear:
+    layer = thread_linears(nn.Sequential(nn.Linear(columns, rows, bias=False)))[0]
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("offset", range(0, 16, 3))  # of a weight in its file, in numbers
+@pytest.mark.parametrize("rows", [256, 576, 1000, 4096, 4098])
+def test_no_bit_moves(rows, offset, split):
+    layer = make(rows)
+    numbers = torch.empty(rows * 512 + 16)
+    layer.weight.data = numbers[offset : offset + rows * 512].view(rows, 512).copy_(layer.weight)
+    x = X.clone()
+    strange = x.as_strided((1, 1, 512), (512, 1, 1))  # contiguous, says torch
+    for each in (x, x, strange):
+        assert torch.equal(layer(each), F.linear(each, layer.weight))
+    assert (len(split) > TRIALS) == any(threaded.EXACT.values())
+
+
+def test_parts_make_the_whole():
+    layer = make(576)
+    for n in (2, 3, 4):
+        assert torch.allclose(in_parts(X, layer.weight, n), F.linear(X, layer.weight), atol=1e-6)
+
+
+def test_sums_that_differ_stay_whole(monkeypatch, split):
+    layer, other = make(576), make(576)
+    monkeypatch.setattr(threaded, "in_parts", lambda x, weight, n: in_parts(x, weight, n) + 1e-6)
+    assert torch.equal(layer(X), F.linear(X, layer.weight))
+    assert list(threaded.EXACT.values()) == [False]
+    monkeypatch.setattr(threaded, "in_parts", None)  # nor is it tried again
+    assert torch.equal(other(X), F.linear(X, other.weight))
+
+
+def test_a_weight_that_shows_nothing_decides_nothing(split):
+    layer = make(512)
+    layer.weight.copy_(torch.eye(512))
+    assert torch.equal(layer(X), F.linear(X, layer.weight))
+    assert (threaded.EXACT, split) == ({}, [])
+
+
+def test_what_changes_is_decided_anew(split):
+    layer = make(512)
+
+    def check() -> None:
+        assert torch.equal(layer(X), F.linear(X, layer.weight))
+
+    check()
+    layer.weight.data = layer.weight.data.t()  # the same numbers in the same place
+    check()
+    layer.load_state_dict({"weight": torch.randn(512, 512)}, assign=True)
+    check()
+    torch.set_num_threads(1)
+    split.clear()
+    check()
+    assert split == []
+    torch.set_num_threads(2)
+    layer.bfloat16()
+    x = X.bfloat16()
+    assert torch.equal(layer(x), F.linear(x, layer.weight))
+    with pytest.raises(RuntimeError):
+        layer(x[..., :1])
+
+
+def test_all_threads_or_as_many_as_divide_the_rows(split):
+    for threads, n in ((2, 2), (3, 3), (5, 4)):
+        torch.set_num_threads(threads)
+        layer = make(576)  # 144 blocks
+        assert torch.equal(layer(X), F.linear(X, layer.weight))
+        assert {each[0] for each in split} == {n}
+        split.clear()
+
+
+def test_what_stays_whole(split, monkeypatch):
+    layer = make(576)
+    with torch.autocast("cpu"):
+        layer(X)
+    layer(X.expand(2, 1, -1))  # a batch, or a prompt, is a matrix product
+    layer(X.expand(1, 2, -1))
+    layer(X[0])
+    layer.bfloat16()(X.bfloat16())
+    make(64)(X)
+    make(577)(X)
+    make(576)(X.clone().requires_grad_()).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        make(576)(X)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        make(576)(torch.empty(1, 1, 512))
+    trained = make(576).requires_grad_()
+    trained(X).sum().backward()
+    assert trained.weight.grad is not None
+    torch.set_num_threads(1)
+    make(576)(X)
+    assert (split, threaded.EXACT) == ([], {})
+
+
+def test_a_loaded_model_writes_the_same_bits(split):
+    model, plain = load_model(SHIPPED), load_model(SHIPPED)
+    for each in (model, plain):
+        each.float()
+    for module in plain.modules():
+        if isinstance(module, ThreadedLinear):
+            module.__class__ = nn.Linear
+    before = torch.get_rng_state()
+    caches = [KVCache(model.config, capacity=16) for _ in range(2)]
+    for ids in ([5, 9, 2], [33], [7], [60]):
+        logits = [
+            each(torch.tensor([ids]), cache=cache, last_only=True)
+            for each, cache in zip((model, plain), caches, strict=True)
+        ]
+        assert torch.equal(*logits)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert threaded.EXACT
+    for (*shape, _, _), exact in threaded.EXACT.items():
+        products = sum(each[1:] == tuple(shape) for each in split)
+        assert products >= TRIALS + 3 if exact else products <= TRIALS  # there are three new tokens
