@@ -1,5 +1,5 @@
 """Keys and values of the positions already seen, so that a new token costs one position and not all
-of them.
+of them; and the order in which positions see each other.
 """
 
 from typing import NamedTuple
@@ -60,8 +60,10 @@ class KVCache:
         self.batch, self.capacity, self.dtype = batch, capacity, dtype
         self.length = 0
 
-    def require(self, batch: int, t: int, dtype: torch.dtype) -> None:
-        """Raise a `ValueError` unless `t` more positions of `batch` sequences in `dtype` fit."""
+    def require(self, batch: int, t: int, dtype: torch.dtype) -> int:
+        """How many positions are filled; a `ValueError` unless `t` more of `batch` rows in `dtype` fit."""
+        if self.length < 0:
+            raise ValueError(f"the cache's length is {self.length}: it must be 0 or more")
         if self.length + t > self.capacity:
             raise ValueError(
                 f"the cache has room for {self.capacity} positions and holds {self.length}, so {t} more do "
@@ -72,6 +74,27 @@ class KVCache:
                 f"the cache was made for batch {self.batch} in {self.dtype}, and the model was called with "
                 f"batch {batch} in {dtype}"
             )
+        return self.length
 
     def __getitem__(self, block: int) -> BlockCache:
         return BlockCache(self.keys[block], self.values[block], self.length)
+
+
+def causal_mask(t: int, past: int, device: torch.device) -> Tensor | None:
+    """Who sees whom when t queries follow `past` keys: (1, 1, t, s), or None where `Attend` needs none."""
+    # On MPS, is_causal in half precision lets queries see up to three later keys in torch before 2.13
+    # (pytorch issue 195910): an explicit mask there.
+    if t == 1 or (past == 0 and device.type != "mps"):
+        return None
+    return torch.ones(1, 1, t, past + t, dtype=torch.bool, device=device).tril(past)
+
+
+def require_inputs(tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
+    """Raise a `ValueError` that names what is not of the form that `Llama.forward` takes."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
+        given = tuple(tokens.shape) if isinstance(tokens, Tensor) else repr(tokens)[:60]
+        raise ValueError(f"tokens must be a tensor of token ids (b, t), not {given}")
+    if positions is not None and positions.shape[-1] != tokens.shape[1]:
+        raise ValueError(f"{positions.shape[-1]} positions do not fit {tokens.shape[1]} tokens")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask is {mask.dtype}: it must be bool, true where a query may see a key")

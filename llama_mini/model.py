@@ -20,11 +20,11 @@ Where the norms go: two in every block, and one before the head.
                  |
              final_norm --> lm_head --> logits (b, t, vocab)
 
-A block's norms stand on its branches, in front of what reads them, and never on the stream itself
-(pre-norm, Xiong et al. 2020, arXiv:2002.04745). So activations and gradients have a clean path from the
-embedding to the end, and nothing holds the scale of the stream: every block adds to it, and it grows
-with depth. `final_norm`, at its end, brings it back to the scale that `lm_head` was trained to read. It
-is the norm that hand-written versions forget.
+A block's norms stand on its branches, in front of the sublayer that reads them, and never on the stream
+itself (pre-norm, Xiong et al. 2020, arXiv:2002.04745). So the stream behind block N is the embedding plus
+2 N + 2 deltas, and a gradient reaches the embedding through those sums alone. Nothing rescales the stream,
+so its magnitude grows with depth. `final_norm` divides it by its own RMS: the head reads the stream's
+direction, at one scale, however many blocks have added to it.
 """
 
 import torch
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from .cache import BlockCache, KVCache
+from .cache import BlockCache, KVCache, causal_mask, require_inputs
 from .config import LlamaConfig
 from .rope import cos_sin, rotate
 
@@ -40,9 +40,10 @@ from .rope import cos_sin, rotate
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    LayerNorm without centring: no mean, no bias, one reduction. Scaling the input leaves the output as
-    it is, and that is what does the work; a shift of the input, which LayerNorm would remove, passes
-    through, and in practice is harmless. The Linear layers below have no biases by the same judgement.
+    LayerNorm without centring: no mean, no bias, one reduction. Multiply x by a positive number, and the
+    output stays the same (up to eps): a sublayer reads the stream's direction, whatever its magnitude. Add
+    a constant to x, and the output changes; LayerNorm would subtract it. Llama trains without centring and
+    without the bias, and its linear layers have no biases either.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -51,24 +52,34 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()  # 256^2 overflows float16
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        # Llama's order: back to the input's dtype first, then times the weight. nn.RMSNorm has the
-        # other one, and rounds differently in bfloat16.
+        x32 = x.float()  # 256^2 overflows float16
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        # Llama's order: round to the input's dtype, then multiply by the weight. nn.RMSNorm multiplies
+        # first, which rounds differently in bfloat16. The last cast is for float32 weights on a bfloat16 x.
         return (self.weight * normed.to(x.dtype)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class Attend(nn.Module):
     """softmax(q k^T / sqrt d) v: q (b, h, t, d), k and v (b, g, s, d) -> (b, h, t, d).
 
     The first r query heads read key/value head 0, the next r head 1, and so on (grouped queries, Ainslie
-    et al. 2023, arXiv:2305.13245). `mask` is true where a query may see a key: (1 or b, 1, t, s), or None
-    for causal order with t = s and for a single query, which sees all. A module of its own, without
-    parameters, so that a hook can see q, k and v.
+    et al. 2023, arXiv:2305.13245). `mask` is true where a query may see a key: (1 or b, 1, t, s). None is
+    causal order, for t = s, or for one query, which sees all keys; a `ValueError` for None and any other t
+    and s. A module of its own, without parameters, so that a hook can see q, k and v.
     """
+
+    scale: float | None = None  # of the scores; None is 1 / sqrt d
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         g, r = k.shape[1], q.shape[1] // k.shape[1]
+        causal = mask is None and q.shape[2] > 1
+        if causal and q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"{q.shape[2]} queries over {k.shape[2]} keys need a mask (b, 1, t, s)"
+            )
         # Key/value heads join the batch axis, and their r queries read them without a copy. Every kernel
         # takes that in memory linear in s, while torch's enable_gqa can fall back to a quadratic one.
         q = rearrange(q, "b (g r) t d -> (b g) r t d", r=r)
@@ -76,16 +87,17 @@ class Attend(nn.Module):
         v = rearrange(v, "b g s d -> (b g) 1 s d").expand(-1, r, -1, -1)
         if mask is not None and mask.shape[0] > 1:
             mask = repeat(mask, "b 1 t s -> (b g) 1 t s", g=g)
-        causal = mask is None and q.shape[2] > 1
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        heads = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale
+        )
         return rearrange(heads, "(b g) r t d -> b (g r) t d", g=g)
 
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions: (b, t, m) -> (b, t, m), a delta for the stream.
 
-    Qwen3 has two more norms here, over d, on every query and key before rotation (QK-norm): the same idea
-    once more, now holding the scale of the scores.
+    Qwen3 has two more norms here, over d, on every query and key before rotation (QK-norm): then the scores
+    do not grow with the magnitude of q and k either.
     """
 
     def __init__(self, config: LlamaConfig, norm: type[nn.Module]) -> None:
@@ -103,15 +115,18 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
     ) -> Tensor:
-        # d is fixed, h and g follow from the tensors: a slice of the heads works like all of them.
+        # d is given, and h and g are what the tensors hold: a process with some of the heads runs this too.
         q = rearrange(self.q_proj(x), "b t (h d) -> b h t d", d=self.head_dim)
         k = rearrange(self.k_proj(x), "b t (g d) -> b g t d", d=self.head_dim)
         v = rearrange(self.v_proj(x), "b t (g d) -> b g t d", d=self.head_dim)
-        q = rotate(self.q_norm(q), cos, sin)
-        k = rotate(self.k_norm(k), cos, sin)
+        q = self.rotate(self.q_norm(q), cos, sin)
+        k = self.rotate(self.k_norm(k), cos, sin)
         if cache is not None:
             k, v = cache.append(k, v)
         return self.o_proj(rearrange(self.attend(q, k, v, mask), "b h t d -> b t (h d)"))
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(x, cos, sin)
 
 
 class SwiGLU(nn.Module):
@@ -149,13 +164,16 @@ class Llama(nn.Module):
     """Tokens (b, t) int64 -> logits (b, t, vocab), in the dtype of the weights.
 
     `norm` is the class of every norm, made as norm(dim, eps): RMSNorm, or nn.LayerNorm for comparison.
+    `block` is the class of every block, made as block(config, norm): placements/ has other families'.
     """
 
-    def __init__(self, config: LlamaConfig, norm: type[nn.Module] = RMSNorm) -> None:
+    def __init__(
+        self, config: LlamaConfig, norm: type[nn.Module] = RMSNorm, block: type[nn.Module] = Block
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, norm) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(block(config, norm) for _ in range(config.num_hidden_layers))
         self.final_norm = norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -176,35 +194,33 @@ class Llama(nn.Module):
         see a key, take the place of counting on from the cache in causal order: a left-padded batch needs
         both.
         """
-        t, past = tokens.shape[1], 0
-        x = self.embed(tokens)
-        if cache is not None:
-            cache.require(tokens.shape[0], t, x.dtype)
-            past = cache.length
+        require_inputs(tokens, positions, mask)
+        t = tokens.shape[1]
+        past = 0 if cache is None else cache.require(len(tokens), t, self.embed.weight.dtype)
         self.config.require_in_window(past + t)
         if positions is None:
-            positions = torch.arange(past, past + t, device=tokens.device)
+            positions = torch.arange(past, past + t, dtype=torch.long, device=tokens.device)
         if mask is None:
             mask = causal_mask(t, past, tokens.device)
-        elif mask.dtype != torch.bool:
-            raise ValueError(
-                f"mask is {mask.dtype}: it must be bool, true where a query may see a key"
-            )
         elif mask.dim() < 4:
             mask = mask.unsqueeze(-3)
-        cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions, x.dtype)
-        for n, block in enumerate(self.blocks):
-            x = block(x, cos, sin, mask, None if cache is None else cache[n])
+        x = self.through_blocks(tokens, positions, mask, cache)
         if cache is not None:
             cache.length += t
-        if last_only:
-            x = x[:, -1:]
-        return self.lm_head(self.final_norm(x))
+        return self.lm_head(self.final_norm(x[:, -1:] if last_only else x))
 
+    def through_blocks(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        """The residual stream behind the last block (b, t, m): all that the final norm reads."""
+        x = self.embedding(tokens, positions)
+        cos, sin = self.angles(positions, x.dtype)
+        for n, block in enumerate(self.blocks):
+            x = block(x, cos, sin, mask, None if cache is None else cache[n])
+        return x
 
-def causal_mask(t: int, past: int, device: torch.device) -> Tensor | None:
-    """Who sees whom when t queries follow `past` keys: (1, 1, t, s), or None where `Attend` needs none."""
-    # On MPS, is_causal in half precision lets queries see the future: an explicit mask there.
-    if t == 1 or (past == 0 and device.type != "mps"):
-        return None
-    return torch.ones(1, 1, t, past + t, dtype=torch.bool, device=device).tril(past)
+    def embedding(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.embed(tokens)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return cos_sin(self.config.rope, self.config.head_dim, positions, dtype)

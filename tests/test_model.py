@@ -1,6 +1,7 @@
 """The decoder as a user calls it: shapes, names, norm placement, attention, the cache."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from torch import nn
 
 import llama_mini.model
 from llama_mini import KVCache, Llama, LlamaConfig
-from llama_mini.model import Attend, causal_mask
+from llama_mini.cache import causal_mask
+from llama_mini.model import Attend, RMSNorm
 from tests.support.fixtures import draw_tokens, strengthen
 
 CONFIG = LlamaConfig(
@@ -264,3 +266,61 @@ def test_grouped_attention_takes_linear_memory_and_copies_no_key(monkeypatch, ba
     size = k.untyped_storage().nbytes()
     assert read == [size, size]  # as large as the keys, not as large as the queries
     assert largest <= 4 * q.untyped_storage().nbytes()  # the scores are 512 or 256 times as large
+
+
+def test_more_queries_than_one_over_more_keys_need_a_mask():
+    """is_causal would show the first query the first key only."""
+    q, k = torch.zeros(1, 2, 2, 4), torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="2 queries over 5 keys"):
+        Attend()(q, k, k, None)
+
+
+def test_scale_of_the_scores_can_be_set():
+    q, k = torch.ones(1, 1, 1, 4), torch.tensor([1.0, 0.0]).view(1, 1, 2, 1).expand(1, 1, 2, 4)
+    attend = Attend()
+    attend.scale = 1.0
+    assert attend(q, k, k, None)[0, 0, 0, 0].item() == pytest.approx(1 / (1 + math.exp(-4)))
+
+
+@pytest.mark.parametrize("tokens", ["hi", [[1, 2]], torch.tensor([1, 2]), torch.zeros(1, 2)])
+def test_what_is_no_batch_of_tokens_is_refused(model, tokens):
+    with pytest.raises(ValueError, match=r"tokens must be a tensor of token ids \(b, t\)"):
+        model(tokens)
+
+
+def test_positions_of_another_length_and_a_negative_cache_length_are_refused(model, tokens):
+    with pytest.raises(ValueError, match="1 positions do not fit 11 tokens"):
+        model(tokens, positions=torch.tensor([0]))
+    cache = KVCache(CONFIG, batch=2, capacity=12)
+    cache.length = -1
+    with pytest.raises(ValueError, match="length is -1"):
+        model(tokens, cache=cache)
+
+
+def test_causal_order_holds_from_4096_keys_on(model):
+    """A later token changes no earlier logit, however long the context."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1, max_position_embeddings=8192)
+    long = make(config)
+    tokens = draw_tokens((1, 4097), seed=2, vocab_size=61)
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 1) % 61
+    before, after = long(tokens), long(changed)
+    assert torch.equal(before[:, :-1], after[:, :-1])
+    assert off(before[:, -1], after[:, -1]) > 0.1
+    cache = KVCache(config, batch=1, capacity=4097)
+    long(tokens[:, :4090], cache=cache)
+    assert off(long(tokens[:, 4090:], cache=cache), before[:, 4090:]) < CLOSE
+
+
+def test_a_norm_prints_its_size_and_eps():
+    assert repr(RMSNorm(48, 1e-5)) == "RMSNorm(48, eps=1e-05)"
+
+
+def test_a_block_class_can_be_given(tokens):
+    class Twice(llama_mini.model.Block):
+        def forward(self, x, *rest):
+            return super().forward(super().forward(x, *rest), *rest)
+
+    model = Llama(CONFIG, block=Twice).eval()
+    assert {type(block) for block in model.blocks} == {Twice}
+    assert model(tokens).shape == (2, 11, 61)
