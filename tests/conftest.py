@@ -1,6 +1,5 @@
 """What several test files share: a checkpoint folder with random weights and a real tokenizer."""
 
-import io
 import json
 import os
 import signal
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.tokenizers import train_sentencepiece
 
 torch.set_num_threads(1)  # the models are tiny: threads that wait for each other only cost time
 
@@ -47,23 +48,6 @@ def stories260k() -> Path:
     if not folder.is_dir():
         pytest.skip("the public checkpoint stories260K is not beside the project")
     return folder
-
-
-def train_sentencepiece(path: Path, vocab_size: int = 300) -> None:
-    """A small SentencePiece model with byte fallback, as Llama's."""
-    import sentencepiece
-
-    text = "The quick brown fox jumps over the lazy dog. Once upon a time there was a little girl. "
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([text] * 20),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    path.write_bytes(model.getvalue())
 
 
 @pytest.fixture(scope="session")

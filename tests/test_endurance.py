@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llama_mini import Llama, generate, load_model
-from tests.test_interruptions import Fork
+from tests.support.processes import Fork
 
 
 def resident() -> int:

@@ -17,8 +17,7 @@ import torch
 import generate as cli
 from llama_mini import generate, load_model, load_tokenizer
 from tests.support.fixtures import STORIES260K_TEXT
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.processes import ROOT, damaged
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -101,14 +100,6 @@ def test_standard_input(checkpoint, capsys, monkeypatch):
     code, out, err = feed(b"The \xff\xfe")
     assert (code, out) == (1, "")
     assert "not UTF-8" in err
-
-
-def damaged(checkpoint: Path, tmp_path: Path, **changes) -> Path:
-    folder = tmp_path / "damaged"
-    shutil.copytree(checkpoint, folder)
-    values = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
 
 
 def test_errors_are_one_line_and_exit_code_1(checkpoint, tmp_path, capsys):

@@ -8,7 +8,7 @@ import torch
 
 from llama_mini import KVCache, generate, sample, stream
 from llama_mini.generation import draw
-from tests.test_model import CONFIG, make
+from tests.support.models import CONFIG, make
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,52 +24,11 @@ from llama_mini.checkpoint.files import replace
 from llama_mini.cli import on_stop, run_command, stop
 from llama_mini.train import loop as train
 from tests.support.fixtures import require
-from tests.test_generate_cli import ROOT, damaged
-from tests.train.test_train import OPTIONS, TINY, documents
+from tests.support.processes import ROOT, Fork, damaged
+from tests.support.training import OPTIONS, TINY, documents
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 400
-
-
-class Fork:
-    """A command in a process of its own, which has its own standard output and error."""
-
-    def __init__(self, command: Callable[[], int], out: int | None = None) -> None:
-        self.out, own_out = os.pipe() if out is None else (-1, os.dup(out))
-        self.err, own_err = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 99
-            try:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                os.dup2(own_out, 1)
-                os.dup2(own_err, 2)
-                for file in (own_out, own_err, self.out, self.err):
-                    if file >= 0:
-                        os.close(file)
-                sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-                sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-                torch.set_num_threads(1)
-                code = command()
-                sys.stdout.flush()
-            except BaseException:
-                os.write(2, traceback.format_exc().encode())
-            finally:
-                os._exit(code)
-        os.close(own_out)
-        os.close(own_err)
-
-    def finish(self) -> tuple[int, str, str]:
-        """Exit code, minus the signal where one ended it, and what is left of output and errors."""
-        texts = []
-        for file in (self.out, self.err):
-            data = b""
-            while file >= 0 and (more := os.read(file, 1 << 16)):
-                data += more
-            if file >= 0:
-                os.close(file)
-            texts.append(data.decode())
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), texts[0], texts[1]
 
 
 @pytest.fixture

@@ -441,3 +441,9 @@ def test_a_stand_in_with_nothing_wrong_passes(
     spoil(model, monkeypatch)
     check(model, case)
     check_in_chunks(model, case)
+
+
+def test_the_readme_counts_the_wrong_models():
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    number = len(IN_ONE_PASS) + len(IN_CHUNKS) + len(CASTS)
+    assert f"| {number} wrong models:" in readme

@@ -17,21 +17,6 @@ def test_name_table_is_the_loaders():
     assert {ours: theirs for ours, _, theirs in rows if theirs} == META
 
 
-def test_number_of_wrong_models():
-    from tests.test_mutants import CASTS, IN_CHUNKS, IN_ONE_PASS
-
-    number = len(IN_ONE_PASS) + len(IN_CHUNKS) + len(CASTS)
-    assert f"| {number} wrong models:" in README
-
-
-def test_line_counts_of_the_reading_order():
-    counts = re.findall(r"`([\w/]+\.py)` \(about (\d+) lines\)", README)
-    assert "llama_mini/model.py" in dict(counts)
-    for file, said in counts:
-        lines = len((ROOT / file).read_text().splitlines())
-        assert abs(lines - int(said)) <= 0.1 * lines, f"{file} has {lines} lines"
-
-
 def test_pictures_are_there():
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
     assert pictures

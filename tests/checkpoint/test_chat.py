@@ -13,14 +13,14 @@ from llama_mini.checkpoint import chat, template
 from llama_mini.checkpoint.chat import chat_prompt, render
 from llama_mini.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from llama_mini.cli import run_command
-from tests.checkpoint.test_tokenizer import (
+from tests.support.fixtures import require
+from tests.support.processes import Fork
+from tests.support.tokenizers import (
     LLAMA3_TOKENS,
     write_byte_level,
     write_json,
     write_llama2_json,
 )
-from tests.support.fixtures import require
-from tests.test_interruptions import Fork
 
 CHATML = """\
 {% for message in messages %}

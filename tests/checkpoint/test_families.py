@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llama_mini import LlamaConfig, generate, load_model, load_tokenizer
-from tests.conftest import train_sentencepiece
 from tests.support.fixtures import draw_tokens, require, strengthen
+from tests.support.tokenizers import train_sentencepiece
 
 transformers = require("transformers")
 

@@ -14,8 +14,7 @@ from llama_mini.checkpoint import memory
 from llama_mini.checkpoint.memory import bytes_at_hand, require_memory
 from llama_mini.checkpoint.weights import open_checkpoint
 from llama_mini.cli import run_command
-from tests.test_generate_cli import damaged
-from tests.test_interruptions import Fork
+from tests.support.processes import Fork, damaged
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

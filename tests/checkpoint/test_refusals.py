@@ -424,7 +424,7 @@ def test_what_is_refused_is_not_fetched(tmp_path, monkeypatch):
 
 def test_the_command_says_it_in_one_line(tmp_path, capsys):
     import generate
-    from tests.conftest import train_sentencepiece
+    from tests.support.tokenizers import train_sentencepiece
 
     train_sentencepiece(tmp_path / "tokenizer.model")
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **FAMILY["Qwen2"][0]}))

@@ -5,7 +5,6 @@ are (back end, normalizers, post-processor, settings), with a vocabulary of some
 """
 
 import base64
-import io
 import json
 import string
 from pathlib import Path
@@ -15,19 +14,20 @@ import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from llama_mini.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from tests.conftest import train_sentencepiece
 from tests.support.fixtures import require
-
-TEXT = (
-    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park.",
-    "One day she saw a big, red ball. It was too high, and her mom said no to it.",
-    'The quick brown fox jumps over the lazy dog; 0123456789 ("it\'s" done!) [INST] <s> </s> <|>',
-    "def main():\n    return {'a': 1}\n",
-    "Größe, naïve, 日本語, 😸",
+from tests.support.tokenizers import (
+    LLAMA3_TOKENS,
+    TEXT,
+    train_sentencepiece,
+    write_byte_level,
+    write_json,
+    write_llama2_json,
+    write_sentencepiece,
 )
+
 HELD_OUT = [
     "Hello",
     " Hello  world ",
@@ -40,91 +40,6 @@ HELD_OUT = [
     " ",
     "\x00",
 ]
-LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|eot_id|>"]
-
-
-def write_json(path: Path, **values: object) -> None:
-    path.write_text(json.dumps(values), encoding="utf-8")
-
-
-def write_sentencepiece(folder: Path, **options: object) -> Path:
-    """A tokenizer.model with Llama's settings: BPE, byte fallback, spaces kept as they are."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = io.BytesIO()
-    chosen = {
-        "vocab_size": 420,
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "split_digits": True,
-        "character_coverage": 0.99,
-        "minloglevel": 2,
-    }
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT * 3), model_writer=model, **(chosen | options)
-    )
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
-    return folder
-
-
-def write_byte_level(folder: Path, special: list[str], bos: str | None, **config: object) -> Path:
-    """A tokenizer.json as Llama 3, Qwen and SmolLM2 have it: BPE over bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = tokenizers.Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=350, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    model.train_from_iterator(TEXT, trainer)
-    model.add_special_tokens(special)
-    model.add_tokens(["<think>"])
-    if bos is not None:
-        model.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, model.token_to_id(bos))]
-        )
-    model.save(str(folder / "tokenizer.json"))
-    if config:
-        write_json(folder / "tokenizer_config.json", **config)
-    return folder
-
-
-def write_llama2_json(folder: Path) -> Path:
-    """A tokenizer.json as Llama 2 has it: BPE over characters with byte fallback."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    model.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    model.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    special = ["<unk>", "<s>", "</s>"]
-    pieces = special + [f"<0x{byte:02X}>" for byte in range(256)]
-    ascii_text = [line for line in TEXT if line.isascii()]
-    model.train_from_iterator(
-        ascii_text, trainers.BpeTrainer(vocab_size=400, special_tokens=pieces, show_progress=False)
-    )
-    model.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    file = json.loads(model.to_str())
-    file["added_tokens"] = [token for token in file["added_tokens"] if token["content"] in special]
-    (folder / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
-    write_json(
-        folder / "tokenizer_config.json",
-        tokenizer_class="PreTrainedTokenizerFast",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from llama_mini import Llama, LlamaConfig, load_model, load_tokenizer
 from llama_mini.checkpoint.weights import HUGGING_FACE, META, inverse, translate
-from tests.checkpoint.test_tokenizer import write_byte_level, write_llama2_json, write_sentencepiece
 from tests.support.fixtures import strengthen
+from tests.support.tokenizers import write_byte_level, write_llama2_json, write_sentencepiece
 
 SECONDS, BYTES = (
     2.0,
