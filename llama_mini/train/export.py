@@ -16,12 +16,14 @@ from ..generation import generate
 from ..model import Llama
 from .corpus import BOS
 from .evaluation import evaluate_folder
+from .tokenizer_json import tokenizer_json
 
 FILES = (
     "README.md",
     "config.json",
     "generation_config.json",
     "model.safetensors",
+    "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
 )
@@ -85,18 +87,23 @@ def write_checkpoint(out: Path, model: Llama, config: dict[str, Any], tokenizer:
         assert theirs is not None  # the table covers every parameter of a Llama
         tensors[theirs] = parameter.detach().to(torch.bfloat16)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    # What transformers needs beside the model to encode as Llama does, BOS included.
     settings = {
-        "tokenizer_class": "LlamaTokenizer",
+        # transformers takes tokenizer.json as it stands; LlamaTokenizer, there, puts no space before a
+        # text that begins with one, which SentencePiece does.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
         "bos_token": "<s>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
         "add_bos_token": True,
         "add_eos_token": False,
-        "legacy": False,
+        "legacy": True,  # a space after a control token too, as the normalizer in tokenizer.json puts it
         "model_max_length": config["max_position_embeddings"],
     }
     replace(out / "tokenizer.model", lambda path: path.write_bytes(tokenizer))
+    values = json.dumps(tokenizer_json(tokenizer), ensure_ascii=False)
+    write_text(out / "tokenizer.json", values + "\n")
     write_text(out / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
     write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
     write_text(out / "generation_config.json", json.dumps(generation, indent=2) + "\n")

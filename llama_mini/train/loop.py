@@ -149,7 +149,7 @@ def read_state(out: Path, recipe: Recipe, corpus: str) -> dict[str, Any]:
     if not path.exists():
         if (out / "model.safetensors").exists():
             raise ValueError(f"{out} holds a finished checkpoint: give another --out to train anew")
-        there = [name for name in (*FILES, "tokenizer.json") if (out / name).exists()]
+        there = [name for name in FILES if (out / name).exists()]
         if there:
             raise ValueError(
                 f"{out} holds {', '.join(there)} of something else: give another --out"

@@ -78,6 +78,7 @@ def test_stopped_and_resumed_is_the_same_training(text, trained, tmp_path):
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "tokenizer.json",
         "tokenizer.model",
         "tokenizer_config.json",
     ]
