@@ -113,6 +113,7 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     from llama_mini.checkpoint.weights import check_weights, open_checkpoint, open_config
     from llama_mini.cli import choose_device
     from llama_mini.generation import require_prompts, require_sampling
+    from llama_mini.speed import all_cores, fast_model
 
     sampling = options.temperature, options.top_k, options.top_p
     require_sampling(*sampling)
@@ -165,9 +166,9 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     model = load_model(source, device, dtype)
     if options.check:
         check_weights(model, checkpoint)
+    if size == 1 and not options.compile:  # a rank has its own cores
+        model = all_cores(model)
     if options.compile:
-        from llama_mini.speed.fast import fast_model  # with torch's compiler, which takes its time
-
         model = fast_model(model)
         model.prepare(1)  # compiles, so that tokens come evenly
     loaded = time.perf_counter()

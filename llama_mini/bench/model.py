@@ -22,7 +22,7 @@ from ..cli import choose_device, peak_memory
 from ..config import LlamaConfig
 from ..generation import require_prompts, stream
 from ..model import Llama
-from ..speed.threaded import thread_linears
+from ..speed import all_cores, fast_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -187,7 +187,7 @@ def random_model(config: LlamaConfig, device: torch.device, dtype: torch.dtype) 
         state[name] = nn.Parameter(weight, requires_grad=False)
     state.setdefault("lm_head.weight", state["embed.weight"])
     model.load_state_dict(state, assign=True)
-    return thread_linears(model.eval())
+    return model.eval()
 
 
 def bare_linears(model: Llama, batch: int) -> Callable[[], object]:
@@ -350,6 +350,7 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
         model, load = measure_load(options.model, device, dtype, options.runs)
     else:
         model = random_model(config, device, dtype)
+    model = all_cores(model)
     ways: dict[str, Callable[[], Pass]] = {
         "plain": partial(through_model, model, prompt, n),
         "plain, stream": partial(through_stream, model, prompt, n),
@@ -358,8 +359,6 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
     memory["peak"] = peak_memory(device)  # before others take theirs
     first_step = {}
     if options.compile:
-        from ..speed.fast import fast_model
-
         fast: Any = fast_model(model)
         ways["compiled"] = partial(through_model, fast, prompt, n)
         ways["compiled, stream"] = partial(through_stream, fast, prompt, n)

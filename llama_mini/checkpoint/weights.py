@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import LlamaConfig, is_there, read_json, unambiguous
 from ..model import Llama
-from ..speed.threaded import thread_linears
 from .hub import INDEX, resolve
 from .refusals import said, short, shown
 
@@ -128,8 +127,7 @@ def load_model(
     checkpoint = open_checkpoint(folder_or_hub_id)
     model = build(*checkpoint)
     model.load_state_dict(read_state(checkpoint, device, dtype), assign=True)
-    model = model.eval().requires_grad_(False)  # or a cache would keep every step's graph alive
-    return thread_linears(model)
+    return model.eval().requires_grad_(False)  # or a cache would keep every step's graph alive
 
 
 def open_checkpoint(folder_or_hub_id: str | Path) -> Checkpoint:

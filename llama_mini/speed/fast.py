@@ -265,14 +265,6 @@ def compiled(function: Any) -> Any:
     return torch.compile(own, fullgraph=True, options=options)
 
 
-FAST = {
-    Llama: FastLlama,
-    nn.Linear: RowLinear,
-    ThreadedLinear: RowLinear,
-    Attend: RowAttend,
-}
-
-
 def fast_model(model: Llama) -> FastLlama:
     """The model in its fast form, on the same weights; the model itself stays as it is.
 
@@ -289,3 +281,6 @@ def fast_model(model: Llama) -> FastLlama:
     assert isinstance(fast, FastLlama)
     fast.steps, fast.graphs = {}, weakref.WeakKeyDictionary()
     return fast
+
+
+FAST = {Llama: FastLlama, nn.Linear: RowLinear, ThreadedLinear: RowLinear, Attend: RowAttend}

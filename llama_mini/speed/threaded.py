@@ -7,8 +7,6 @@ single core waits for memory. A batch of such products, each with its own rows o
 import torch
 from torch import Tensor, nn
 
-from ..model import Llama
-
 LEAST = 2**17  # numbers in a weight; below, the threads cost more than they save
 BLOCK = 4  # the routine takes so many rows at once, and rows that do not fill a block otherwise
 
@@ -18,8 +16,12 @@ EXACT: dict[tuple[object, ...], bool] = {}
 
 class ThreadedLinear(nn.Linear):
     """nn.Linear without a bias, whose product with one token in float32 is shared out over the threads
-    by rows of the weight, where that moves no bit.
+    by rows of the weight, where that moves no bit. It is made of such a layer, on its weight.
     """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight = layer.weight
 
     decided: tuple[object, int] = (None, 1)  # for which threads and weight, how many parts
 
@@ -87,11 +89,3 @@ def in_parts(x: Tensor, weight: Tensor, n: int) -> Tensor:
     o, m = weight.shape
     columns = weight.as_strided((n, m, o // n), (o // n * m, 1, m))
     return torch.bmm(x.reshape(m).expand(n, 1, m), columns).view(1, 1, o)
-
-
-def thread_linears(model: Llama) -> Llama:
-    """The model, its plain linear layers made `ThreadedLinear`s in place."""
-    for module in model.modules():
-        if type(module) is nn.Linear and module.bias is None:
-            module.__class__ = ThreadedLinear
-    return model

@@ -1,5 +1,9 @@
 """One token's products shared out over threads: the same bits, and only where they are."""
 
+import copy
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +11,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from llama_mini import KVCache, load_model
-from llama_mini.speed import threaded
-from llama_mini.speed.threaded import ThreadedLinear, in_parts, thread_linears
+from llama_mini.model import Llama
+from llama_mini.speed import all_cores, threaded
+from llama_mini.speed.private import hooked
+from llama_mini.speed.threaded import ThreadedLinear, in_parts
 from tests.support.fixtures import SHIPPED
 
 X = torch.linspace(-1, 1, 512).view(1, 1, -1)
@@ -38,8 +44,7 @@ def split(monkeypatch):
 
 
 def make(rows: int, columns: int = 512) -> ThreadedLinear:
-    layer = thread_linears(nn.Sequential(nn.Linear(columns, rows, bias=False)))[0]
-    return layer.requires_grad_(False)
+    return ThreadedLinear(nn.Linear(columns, rows, bias=False)).requires_grad_(False)
 
 
 @pytest.mark.parametrize("offset", range(0, 16, 3))  # of a weight in its file, in numbers
@@ -133,14 +138,10 @@ def test_what_stays_whole(split, monkeypatch):
     assert (split, threaded.EXACT) == ([], {})
 
 
-def test_a_loaded_model_writes_the_same_bits(split):
-    model, plain = load_model(SHIPPED), load_model(SHIPPED)
-    for each in (model, plain):
-        each.float()
-    for module in plain.modules():
-        if isinstance(module, ThreadedLinear):
-            module.__class__ = nn.Linear
+def test_a_model_on_all_cores_writes_the_same_bits(split):
+    plain = load_model(SHIPPED).float()
     before = torch.get_rng_state()
+    model = all_cores(plain)
     caches = [KVCache(model.config, capacity=16) for _ in range(2)]
     for ids in ([5, 9, 2], [33], [7], [60]):
         logits = [
@@ -153,3 +154,50 @@ def test_a_loaded_model_writes_the_same_bits(split):
     for (*shape, _, _), exact in threaded.EXACT.items():
         products = sum(each[1:] == tuple(shape) for each in split)
         assert products >= TRIALS + 3 if exact else products <= TRIALS  # there are three new tokens
+
+
+def test_the_model_given_stays_as_it_is():
+    plain = load_model(SHIPPED)
+    parts = {name: (module, type(module)) for name, module in plain.named_modules()}
+    model = all_cores(plain)
+    assert {name: (module, type(module)) for name, module in plain.named_modules()} == parts
+    assert not any(isinstance(module, ThreadedLinear) for module in plain.modules())
+    assert type(model) is Llama
+    assert {type(module) for module in model.modules()} & {nn.Linear, ThreadedLinear} == {
+        ThreadedLinear
+    }
+    assert {m.training for m in model.modules()} == {False}
+    mine, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert mine.keys() == theirs.keys()
+    assert all(mine[name] is theirs[name] for name in mine)  # no weight is copied
+    assert model.lm_head.weight is model.embed.weight
+    copies = (copy.deepcopy(model), all_cores(model))
+    for each in copies:
+        assert {type(m) for m in each.modules()} == {type(m) for m in model.modules()}
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda module: module.register_forward_hook(print),
+        lambda module: module.register_forward_pre_hook(print),
+        lambda module: module.register_full_backward_hook(print),
+        lambda module: module.register_full_backward_pre_hook(print),
+    ],
+)
+def test_a_hook_is_not_lost_in_silence(register):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.SiLU())
+    kept = register(model[1])  # this layer is copied, with its hook
+    assert hooked(all_cores(model)[1])
+    kept.remove()
+    handle = register(model[0])
+    with pytest.raises(ValueError, match="0 has a hook"):
+        all_cores(model)
+    handle.remove()
+    assert not hooked(all_cores(model)[0])
+
+
+def test_speed_is_imported_without_the_compiler():
+    code = "import sys, llama_mini.speed; print('torch._inductor' in sys.modules, 'triton' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "False"]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from sentencepiece import SentencePieceProcessor
 
 from llama_mini import compare, generate, load_model, load_tokenizer, record
-from llama_mini.speed.fast import fast_model
+from llama_mini.speed import fast_model
 from llama_mini.train.loop import Recipe
 from tests.support.fixtures import ACTIVATIONS, SHIPPED, SHIPPED_NEW_TOKENS, SHIPPED_PROMPT, require
 

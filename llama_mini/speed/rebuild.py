@@ -1,0 +1,57 @@
+"""A model of faster layers, constructed on the weights of another model, which stays as it is."""
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from ..model import Llama
+from .private import hooked
+from .threaded import ThreadedLinear
+
+if TYPE_CHECKING:
+    from .fast import FastLlama
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def rebuilt(model: Model, layer: Callable[[nn.Module], nn.Module | None]) -> Model:
+    """A copy of `model` on the same parameters and buffers, with `layer(module)` in the place of every
+    module for which that is not None.
+
+    A `ValueError` for such a module that has a hook, which would be lost.
+    """
+    shared: dict[int, Any] = {
+        id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
+    }
+    new = copy.deepcopy(model, shared)
+    for name, module in list(new.named_modules(remove_duplicate=False)):
+        if (own := layer(module)) is None:
+            continue
+        if hooked(module):
+            raise ValueError(
+                f"{name} has a hook: remove it, and add it to the faster model if need be"
+            )
+        new.set_submodule(name, own.train(module.training))
+    return new
+
+
+def all_cores(model: Model) -> Model:
+    """The model with the product of one token and each large weight on all cores of the CPU, bit for bit
+    the same (`ThreadedLinear`); on the same weights, and the model given stays as it is.
+    """
+
+    def layer(module: nn.Module) -> nn.Module | None:
+        if type(module) is nn.Linear and module.bias is None:
+            return ThreadedLinear(module)
+        return None
+
+    return rebuilt(model, layer)
+
+
+def fast_model(model: Llama) -> "FastLlama":
+    """The compiled form of the model, on the same weights; the model itself stays as it is."""
+    from .fast import fast_model  # with torch's compiler, which takes seconds to import
+
+    return fast_model(model)
