@@ -23,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", action="store_true", help="run the tests marked slow too, as CI does"
     )
+    parser.addoption(
+        "--oldest", action="store_true", help="run what shows whether this version of torch serves"
+    )
     parser.addoption("--endurance", type=int, default=100, help="generations in one process")
     parser.addoption(
         "--fuzz",
@@ -34,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the slow tests to CI and to those who ask for them, or name one."""
+    if config.getoption("--oldest"):
+        other = [item for item in items if not item.get_closest_marker("oldest")]
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if item.get_closest_marker("oldest")]
+        return
     if config.getoption("--slow") or IN_CI or any("::" in a for a in config.args):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

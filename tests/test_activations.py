@@ -20,6 +20,8 @@ from tests.support.fixtures import (
     load_case_model,
 )
 
+pytestmark = pytest.mark.oldest
+
 
 def names_by_hand(blocks: int) -> list[str]:
     names = ["embed"]

@@ -10,6 +10,8 @@ from llama_mini import KVCache, generate, sample, stream
 from llama_mini.generation import draw
 from tests.support.models import CONFIG, make
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.fixture(scope="module")
 def model():

@@ -17,6 +17,8 @@ from llama_mini.model import Attend, RMSNorm
 from tests.support.fixtures import draw_tokens
 from tests.support.models import CLOSE, CONFIG, make, off
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.fixture(scope="module")
 def model() -> Llama:

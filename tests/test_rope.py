@@ -10,6 +10,8 @@ from llama_mini import Llama, LlamaConfig, RopeConfig, load_model
 from llama_mini.checkpoint.weights import META, read_tensors
 from llama_mini.rope import cos_sin, inverse_frequencies, rotate
 
+pytestmark = pytest.mark.oldest
+
 LLAMA3 = RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
 
 
@@ -91,10 +93,16 @@ def test_llama3_scaling():
 
 
 def test_llama3_scaling_applies_at_every_position():
-    short = torch.arange(1, 9)
-    plain, _ = cos_sin(RopeConfig(500000.0), 64, short, torch.float64)
-    scaled, _ = cos_sin(LLAMA3, 64, short, torch.float64)
-    assert not torch.equal(plain, scaled)
+    """From the first on, and not past the original length alone: each divided pair turns 1/32 as far."""
+    positions = torch.tensor([1, 2, 31, 8191, 8192, 8193, 100000])
+    plain = cos_sin(RopeConfig(500000.0), 64, positions, torch.float64)
+    scaled = cos_sin(LLAMA3, 64, positions, torch.float64)
+    for there, here in zip(plain, scaled, strict=True):
+        assert torch.equal(there[0, 0, :, :15], here[0, 0, :, :15])
+    angles = [
+        torch.atan2(sin, cos)[0, 0, :, 31] for cos, sin in (plain, scaled)
+    ]  # under half a turn
+    assert (angles[0] / angles[1]).tolist() == pytest.approx([32.0] * 7, rel=1e-6)  # seen 1.1e-7
 
 
 def test_linear_scaling_divides_every_frequency():
