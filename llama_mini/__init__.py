@@ -3,13 +3,14 @@
 import os
 import signal
 import sys
-import warnings
 
-# python -m llama_mini....: torch takes seconds to import, and nothing is lost yet.
-if sys.argv[:1] == ["-m"] and any(
-    word.removeprefix("-m").startswith("llama_mini.") for word in sys.orig_argv
-):
-    for each in (signal.SIGINT, signal.SIGTERM):
+if sys.argv[:1] == ["-m"]:
+    words = [word.removeprefix("-m") for word in sys.orig_argv]
+    command = next((word for word in words if word.startswith("llama_mini.")), "")
+    if now := {"record": "record (or compare)", "norm_report": "norms"}.get(command.split(".")[-1]):
+        sys.exit(f"error: {command} has moved: python -m llama_mini.inspect {now}")
+    for each in (signal.SIGINT, signal.SIGTERM) if command else ():
+        # torch takes seconds to import, and nothing is lost yet.
         if signal.getsignal(each) is not signal.SIG_IGN:
             signal.signal(each, lambda number, frame: os._exit(128 + number))
 
@@ -20,11 +21,6 @@ from .config import LlamaConfig, RopeConfig
 from .generation import generate, sample, stream
 from .inspect.record import compare, record
 from .model import Llama, RMSNorm
-
-# `python -m llama_mini.inspect.record` runs a module that is imported above, and Python warns of that.
-warnings.filterwarnings(
-    "ignore", r"'llama_mini\.inspect\.record' found in sys\.modules", RuntimeWarning
-)
 
 __all__ = [
     "KVCache",

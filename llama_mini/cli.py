@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -24,8 +24,8 @@ DISK_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 def run_command(command: Callable[[], int | None], who: str = "") -> int:
     """Run a command line; its exit code, after one line to standard error for whatever went wrong.
 
-    130 after Ctrl-C, 143 after SIGTERM; 0 when the reader of standard output has gone. `who` begins
-    the line.
+    130 after Ctrl-C, 143 after SIGTERM. When the reader of standard output has gone, the command's own
+    code if it came to its end, or else 0. `who` begins the line.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us
@@ -47,13 +47,14 @@ def run_command(command: Callable[[], int | None], who: str = "") -> int:
 
 
 def _run(command: Callable[[], int | None], who: str, asked: list[int]) -> int:
+    code = 0
     try:
         code = command() or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         _silence(sys.stdout, sys.stderr)
-        return 0
+        return code
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, ArithmeticError) as error:
         if asked:  # some libraries make another error of the stop
             return 1
@@ -157,3 +158,16 @@ def peak_memory(device: torch.device) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Rows of cells as lines with columns, the first `left` of them flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines)

@@ -106,7 +106,7 @@ def test_at_any_moment(endless):
     [
         ([str(ROOT / "generate.py"), "--prompt", "x"], "argparse"),
         ([str(ROOT / "generate.py"), "--prompt", "x"], "torch.version"),
-        (["-m", "llama_mini.inspect.record", "--compare", "x", "x"], "torch.version"),
+        (["-m", "llama_mini.inspect", "compare", "x", "x"], "torch.version"),
     ],
 )
 @pytest.mark.parametrize("number", SIGNALS)
@@ -262,17 +262,17 @@ def test_full_disk_at_once_and_later(text, tmp_path, monkeypatch, capsys):
 
 def test_full_disk_while_recording_and_drawing(checkpoint, tmp_path, capsys):
     require("matplotlib")
-    from llama_mini.inspect import norm_report
+    from llama_mini.inspect.__main__ import main
 
     model = ["--model", str(checkpoint), "--prompt", "The fox"]
-    for main, option, name in (
-        (sys.modules["llama_mini.inspect.record"].main, "--out", "trace.safetensors"),
-        (norm_report.main, "--plot", "norms.svg"),
-        (norm_report.main, "--plot", "norms.png"),
+    for command, option, name in (
+        ("record", "--out", "trace.safetensors"),
+        ("norms", "--plot", "norms.svg"),
+        ("norms", "--plot", "norms.png"),
     ):
         (tmp_path / name).write_text("before")
         with full_disk(2000):
-            code = main([*model, option, str(tmp_path / name)])
+            code = main([command, *model, option, str(tmp_path / name)])
         one_line_about(tmp_path / name, (code, *capsys.readouterr()))
         assert (tmp_path / name).read_text() == "before"
     assert len(list(tmp_path.iterdir())) == 3

@@ -1,41 +1,32 @@
 """Every activation of a forward pass by name: what a port to another framework is held against.
 
-    python -m llama_mini.inspect.record --model FOLDER --prompt TEXT --out trace.safetensors
-    python -m llama_mini.inspect.record --compare reference.safetensors other.safetensors
-
 Names, in forward order: embed; in each block N blocks.N.pre_attention_norm, blocks.N.attention.q,
 .k, .v (q and k after rotation), blocks.N.attention, blocks.N.pre_ffn_norm, blocks.N.ffn, blocks.N;
-then final_norm, lm_head. Shapes are (b, t, m), but (b, h, t, d) for q, (b, g, t, d) for k and v,
-and (b, t, vocab) for lm_head. A trace file also holds `tokens` (b, t).
+then final_norm, lm_head. A family with other parts has theirs, under their own names. Shapes are
+(b, t, m), but (b, h, t, d) for q, (b, g, t, d) for k and v, and (b, t, vocab) for lm_head. A trace
+file also holds `tokens` (b, t).
 """
 
-import argparse
+import copy
 import math
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoint.files import replace
-from ..checkpoint.refusals import shown
-from ..cli import DEVICES, choose_device, run_command
 from ..model import Llama
 
+# The parts of a block in forward order, in every family; "" is the block itself.
 IN_BLOCK = (
-    "pre_attention_norm",
-    "attention.q",
-    "attention.k",
-    "attention.v",
-    "attention",
-    "pre_ffn_norm",
-    "ffn",
+    *("pre_attention_norm", "attention.q", "attention.k", "attention.v", "attention"),
+    *("post_attention_norm", "pre_ffn_norm", "ffn", "post_ffn_norm", "other", ""),
 )
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Difference(NamedTuple):
@@ -47,13 +38,55 @@ class Difference(NamedTuple):
     relative: float
 
 
+def twin(model: Model) -> Model:
+    """The same modules as new objects, on the same weights and with the same hooks.
+
+    What is hooked or replaced in it, nobody else meets who uses the model: another thread, say.
+    """
+    made: dict[nn.Module, Any] = {module: copy.copy(module) for module in model.modules()}
+    for own in made.values():
+        for name, value in list(vars(own).items()):
+            if isinstance(value, dict):  # its parameters, modules, hooks
+                vars(own)[name] = value.copy()
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent, _, last = name.rpartition(".")
+        if name:
+            setattr(made[model.get_submodule(parent)], last, made[module])
+    return made[model]
+
+
 def names_of(model: Llama) -> list[str]:
     """Every name that `record` knows, in forward order."""
-    blocks = range(len(model.blocks))
-    inside = [
-        f"blocks.{n}" + (f".{part}" if part else "") for n in blocks for part in (*IN_BLOCK, "")
-    ]
-    return ["embed", *inside, "final_norm", "lm_head"]
+    names: list[str] = []
+    for name, _ in model.named_modules():
+        part = re.sub(r"^blocks\.\d+\.?", "", name)
+        if part == "attention.attend":
+            names += [name.removesuffix("attend") + letter for letter in "qkv"]
+        elif name not in ("", "blocks") and "." not in part:
+            names.append(name)
+    return sorted(names, key=forward_order)
+
+
+def forward_order(name: str) -> tuple[int, int, int, str]:
+    """What activations are sorted by."""
+    block = re.fullmatch(r"blocks\.(\d{1,9})(?:\.(.+))?", name)
+    if block:
+        part = block[2] or ""
+        return 1, int(block[1]), IN_BLOCK.index(part if part in IN_BLOCK else "other"), name
+    return {"embed": 0, "final_norm": 2, "lm_head": 3}.get(name, 4), 0, 0, name
+
+
+def matching(patterns: Iterable[str], names: list[str]) -> list[str]:
+    """The names that match any pattern; a `ValueError` for a pattern that matches none."""
+    wanted: set[str] = set()
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"no activation is named {pattern!r}; names look like {', '.join(names[:5])} ..."
+            )
+        wanted.update(matched)
+    return [name for name in names if name in wanted]
 
 
 @torch.no_grad()
@@ -61,46 +94,32 @@ def record(model: Llama, tokens: Tensor, names: Iterable[str] = ("*",)) -> dict[
     """The activations of `model(tokens)`, tokens (b, t), on the CPU, by name in forward order.
 
     `names` are patterns such as "blocks.*.pre_ffn_norm": only what they match is kept, and each is
-    moved as it comes. A `ValueError` for a pattern that matches nothing.
+    moved as it comes. A `ValueError` for a pattern that matches nothing. Other threads may use the
+    model meanwhile.
     """
-    every = names_of(model)
-    wanted: set[str] = set()
-    for pattern in names:
-        matched = [name for name in every if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ValueError(
-                f"no activation is named {pattern!r}; names look like {', '.join(every[:5])} ..."
-            )
-        wanted.update(matched)
+    wanted = matching(names, names_of(model))
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, tensor: Tensor) -> None:
         if name in wanted:
-            kept[name] = tensor.detach().cpu().contiguous()
+            kept[name] = tensor.detach().to("cpu", copy=True).contiguous()
 
-    def output(name: str) -> Callable[[Any, Any, Tensor], None]:
-        return lambda module, inputs, result: keep(name, result)
+    def watch(name: str, module: nn.Module) -> None:
+        def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            for letter, tensor in zip("qkv", inputs, strict=False):
+                keep(name.removesuffix("attend") + letter, tensor)
 
-    def q_k_v(prefix: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
-        for letter, tensor in zip("qkv", inputs[:3], strict=True):
-            keep(f"{prefix}.{letter}", tensor)
+        if name.endswith(".attend"):
+            module.register_forward_pre_hook(before)
+        else:
+            module.register_forward_hook(lambda _, inputs, output: keep(name, output))
 
-    handles = []
-    try:
-        for name in every:
-            if name.endswith((".q", ".k", ".v")):
-                continue
-            module = model.get_submodule(name)
-            handles.append(module.register_forward_hook(output(name)))
-            if name.endswith(".attention"):
-                attend = model.get_submodule(f"{name}.attend")
-                handles.append(attend.register_forward_pre_hook(partial(q_k_v, name)))
-        # All logits of a long prompt are large: without them where nobody asked for them.
-        model(tokens, last_only=not wanted & {"final_norm", "lm_head"})
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: kept[name] for name in every if name in kept}
+    own = twin(model)
+    for name, module in own.named_modules():
+        watch(name, module)
+    # All logits of a long prompt are large: without them where nobody asked for them.
+    own(tokens, last_only=not any(forward_order(name)[0] > 1 for name in wanted))
+    return {name: kept[name] for name in wanted if name in kept}
 
 
 def compare(
@@ -111,38 +130,38 @@ def compare(
 
     A `ValueError` when no name is shared, or when two tensors of one name differ in shape.
     """
-    shared = sorted((reference.keys() & activations.keys()) - {"tokens"}, key=_forward_order)
+    shared = sorted((reference.keys() & activations.keys()) - {"tokens"}, key=forward_order)
     if not shared:
         raise ValueError("the two have no name in common")
     differences = {}
     for name in shared:
-        a, b = reference[name], activations[name]
-        if a.shape != b.shape:
-            raise ValueError(
-                f"{name} is {tuple(a.shape)} in the reference and {tuple(b.shape)} in the other"
-            )
-        if a.is_complex() or b.is_complex():
-            raise ValueError(f"{name} is complex: compare real and imaginary parts apart")
-        a, b = a.double(), b.to(a.device).double()
-        same = (a == b) | (a.isnan() & b.isnan())
-        distance = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-        largest = distance.max().item() if distance.numel() else 0.0
-        scale = (
-            a.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item() if a.numel() else 0.0
-        )
-        differences[name] = Difference(
-            largest, largest / scale if scale else math.inf if largest else 0.0
-        )
+        apart = distances(name, reference[name], activations[name])
+        largest = float(apart.max()) if apart.numel() else 0.0
+        values = reference[name].double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
+        scale = values.max().item() if values.numel() else 0.0
+        relative = largest / scale if scale else math.inf if largest else 0.0
+        differences[name] = Difference(largest, relative)
     return differences
 
 
-def _forward_order(name: str) -> tuple[int, int, int, str]:
-    block = re.fullmatch(r"blocks\.(\d{1,9})(?:\.(.+))?", name)
-    if block:
-        part = block[2]
-        place = IN_BLOCK.index(part) if part in IN_BLOCK else len(IN_BLOCK)
-        return 1, int(block[1]), place, name
-    return {"embed": 0, "final_norm": 2, "lm_head": 3}.get(name, 4), 0, 0, name
+def distances(name: str, reference: Tensor, other: Tensor) -> Tensor:
+    """How far the values under `name` are apart, in float64; infinite where only one is NaN."""
+    if reference.shape != other.shape:
+        raise ValueError(
+            f"{name} is {tuple(reference.shape)} in the reference and {tuple(other.shape)} in the other"
+        )
+    if reference.is_complex() or other.is_complex():
+        raise ValueError(f"{name} is complex: compare real and imaginary parts apart")
+    a, b = reference.double(), other.to(reference.device).double()
+    exact = [not tensor.is_floating_point() for tensor in (reference, other)]
+    if any(exact) and any((x.abs() >= 2**53).any() for x in (a, b)):  # beyond float64's 53 bits
+        if not all(exact):
+            raise ValueError(f"{name} holds integers in one of the two alone, and beyond 2^53")
+        pairs = zip(reference.flatten().tolist(), other.flatten().tolist(), strict=True)
+        apart = torch.tensor([abs(x - y) for x, y in pairs], dtype=torch.float64, device="cpu")
+        return apart.view(reference.shape)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def save_trace(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -165,86 +184,3 @@ def load_trace(path: str | Path) -> dict[str, Tensor]:
         return load_file(path)
     except Exception as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
-
-
-def _compare_files(reference: str, other: str, tolerance: float) -> int:
-    """Print the differences in forward order; 1 when one is above the tolerance."""
-    if not tolerance >= 0:
-        raise ValueError(f"--tolerance is {tolerance}: it must be 0 or more")
-    a, b = load_trace(reference), load_trace(other)
-    if "tokens" in a and "tokens" in b and a["tokens"].tolist() != b["tokens"].tolist():
-        raise ValueError(f"{reference} and {other} were recorded on different tokens")
-    differences = compare(a, b)
-    first = next(
-        (name for name, (_, relative) in differences.items() if relative > tolerance), None
-    )
-    print(f"{'name':<32} {'absolute':>10} {'relative':>10}")
-    for name, (absolute, relative) in differences.items():
-        mark = "  <- first above the tolerance" if name == first else ""
-        print(f"{shown(name):<32} {absolute:10.2e} {relative:10.2e}{mark}")
-    for path, only in ((reference, a.keys() - b.keys()), (other, b.keys() - a.keys())):
-        if only - {"tokens"}:
-            names = map(shown, sorted(only - {"tokens"}, key=_forward_order))
-            print(f"only in {path}: {', '.join(names)}")
-    if first is None:
-        print(
-            f"the {len(differences)} names in both agree within a relative difference of {tolerance:g}"
-        )
-        return 0
-    absolute, relative = differences[first]
-    print(
-        f"first to differ: {shown(first)}, by {absolute:.3g} ({relative:.3g} of its largest value)"
-    )
-    return 1
-
-
-def _record_to_file(options: argparse.Namespace) -> None:
-    from ..checkpoint.memory import require_memory
-    from ..checkpoint.tokenizer import load_tokenizer
-    from ..checkpoint.weights import load_model, open_checkpoint
-    from ..generation import require_prompts
-
-    device, dtype = choose_device(options.device), getattr(torch, options.dtype)
-    checkpoint = open_checkpoint(options.model)
-    ids = load_tokenizer(options.model).encode(options.prompt)
-    require_prompts(checkpoint.config, [ids], 0)
-    require_memory(checkpoint, device, dtype, len(ids), all_logits=True)
-    model = load_model(options.model, device, dtype)
-    tokens = torch.tensor([ids])
-    activations = record(model, tokens.to(device), options.names or ("*",))
-    metadata = {"prompt": options.prompt, "dtype": options.dtype, "torch": torch.__version__}
-    save_trace(options.out, {"tokens": tokens, **activations}, metadata)
-    print(f"{options.out}: {len(activations)} activations of {tokens.shape[1]} tokens")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m llama_mini.inspect.record",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", metavar="FOLDER", help="checkpoint folder or hub name")
-    parser.add_argument("--prompt", metavar="TEXT")
-    parser.add_argument("--out", metavar="FILE", help="trace file to write (safetensors)")
-    parser.add_argument(
-        "--names", action="append", metavar="PATTERN", help="keep only these, as 'blocks.*.ffn'"
-    )
-    parser.add_argument("--device", default="cpu", choices=DEVICES)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument(
-        "--compare", nargs=2, metavar=("REFERENCE", "OTHER"), help="two trace files"
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=0.0, help="relative difference that counts as equal"
-    )
-    options = parser.parse_args(arguments)
-    if options.compare:
-        reference, other = options.compare
-        return run_command(lambda: _compare_files(reference, other, options.tolerance))
-    if not (options.model and options.prompt is not None and options.out):
-        parser.error("give --model, --prompt and --out, or --compare")
-    return run_command(lambda: _record_to_file(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,6 +14,7 @@ from llama_mini.checkpoint import memory
 from llama_mini.checkpoint.memory import bytes_at_hand, require_memory
 from llama_mini.checkpoint.weights import open_checkpoint
 from llama_mini.cli import run_command
+from llama_mini.inspect import __main__ as inspect
 from tests.support.processes import Fork, damaged
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -90,16 +91,12 @@ def test_nothing_is_refused_where_nothing_is_known(checkpoint, monkeypatch, tmp_
 def test_refused_before_a_weight_is_read(checkpoint, monkeypatch, capsys, tmp_path, program):
     at_hand(monkeypatch, 1000)
     monkeypatch.setattr("llama_mini.load_model", lambda *_: pytest.fail("loaded"))
-    monkeypatch.setattr(
-        "llama_mini.checkpoint.weights.load_model", lambda *_: pytest.fail("loaded")
-    )
+    monkeypatch.setattr(inspect, "load_model", lambda *_: pytest.fail("loaded"))
     model = ["--model", str(checkpoint), "--prompt", "The fox"]
     if program == "generate":
         code = cli.main(model)
     else:
-        code = sys.modules["llama_mini.inspect.record"].main(
-            [*model, "--out", str(tmp_path / "trace")]
-        )
+        code = inspect.main(["record", *model, "--out", str(tmp_path / "trace")])
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("error: the model needs ")

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from llama_mini import Llama, LlamaConfig, load_model, load_tokenizer
 from llama_mini.checkpoint.weights import HUGGING_FACE, translate
-from llama_mini.inspect.norm_report import main, norm_rows, norms_of, outcomes, plot
+from llama_mini.inspect.__main__ import main
+from llama_mini.inspect.norm_report import norm_rows, norms_of, outcomes
+from llama_mini.inspect.picture import plot
 from tests.support.fixtures import BASE, SHAPES, draw_tokens, reference_model, require, strengthen
 
 PROMPT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the"
@@ -66,6 +68,7 @@ def test_numbers_are_those_of_transformers_hidden_states(pair):
             "first": np.median(rms(before[:, 0])),
             "after": np.median(rms(after)),
             "mean_share": np.median(before.mean(-1) ** 2 / (before**2).mean(-1)),
+            "mean_share_most": np.max(before.mean(-1) ** 2 / (before**2).mean(-1)),
             "weight_mean": weight.mean(),
             "weight_std": weight.std(),
             "weight_min": weight.min(),
@@ -184,14 +187,14 @@ def test_logits_that_are_not_finite_are_refused(model):
 
 
 def run(checkpoint, *arguments: object, prompt: str = "Once upon a time") -> int:
-    return main(["--model", str(checkpoint), "--prompt", prompt, *map(str, arguments)])
+    return main(["norms", "--model", str(checkpoint), "--prompt", prompt, *map(str, arguments)])
 
 
 def test_the_table_explains_itself(checkpoint, capsys):
     assert run(checkpoint) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    columns = ["norm", "reads", "read by", "before", "first", "after", "weight", "mean", "delta"]
+    columns = "norm,reads,read by,before,first,after,weight,mean,most,delta".split(",")
     assert lines[0].split() == " ".join(columns).split()
     assert [line.split()[0] for line in lines[1:6]] == list(norms_of(load_model(checkpoint)))
     for column in columns:

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llama_mini import Llama, LlamaConfig, compare, load_model, load_tokenizer, record
-from llama_mini.inspect.record import load_trace, main, names_of, save_trace
+from llama_mini.inspect.__main__ import main
+from llama_mini.inspect.record import load_trace, names_of, save_trace
 from tests.support.fixtures import BASE, draw_tokens, strengthen
 
 TOKENS = draw_tokens((2, 7), seed=0)
@@ -37,7 +38,7 @@ def hooks(model: Llama) -> int:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["record", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["inspect", *map(str, arguments)])
     return main()
 
 
@@ -234,7 +235,7 @@ def test_recording_a_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "trace.safetensors"
-    options = ("--model", checkpoint, "--prompt", "Once upon a time", "--out", out)
+    options = ("record", "--model", checkpoint, "--prompt", "Once upon a time", "--out", out)
     assert run(monkeypatch, *options) == 0
     tokens = torch.tensor([load_tokenizer(checkpoint).encode("Once upon a time")])
     expected = record(load_model(checkpoint, dtype=torch.float32), tokens)
@@ -270,7 +271,7 @@ def test_comparing_files(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(monkeypatch, "--compare", *files) == 1
+    assert run(monkeypatch, "compare", *files) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == list(activations)
     marked = [line.split()[0] for line in lines if "<-" in line]
@@ -283,7 +284,7 @@ def test_comparing_equal_files(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(monkeypatch, "--compare", files[0], files[0]) == 0
+    assert run(monkeypatch, "compare", files[0], files[0]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("the 19 names in both agree")
 
 
@@ -292,7 +293,7 @@ def test_a_tolerance_is_relative(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(monkeypatch, "--compare", *files, "--tolerance", "10") == 0
+    assert run(monkeypatch, "compare", *files, "--tolerance", "10") == 0
     assert "the 19 names in both agree" in capsys.readouterr().out
 
 
@@ -306,7 +307,7 @@ def test_a_trace_written_by_hand(
     by_hand = tmp_path / "by_hand.safetensors"
     wrong = activations["final_norm"] + 1
     save_file({"final_norm": wrong, "embed": activations["embed"], "mine": TOKENS}, by_hand)
-    assert run(monkeypatch, "--compare", files[0], by_hand) == 1
+    assert run(monkeypatch, "compare", files[0], by_hand) == 1
     out = capsys.readouterr().out
     table = out[out.index("absolute") :].splitlines()[1:3]
     assert [line.split()[0] for line in table] == ["embed", "final_norm"]
@@ -331,17 +332,25 @@ def test_wrong_input_is_one_line_and_exit_code_1(
     text.write_text("not safetensors")
     recording = ("--prompt", "Once", "--out", tmp_path / "out.safetensors")
     cases = {
-        "there is no file": ("--compare", a, tmp_path / "gone.safetensors"),
-        "there is no file ": ("--compare", a, tmp_path),
-        "cannot be read as safetensors": ("--compare", text, a),
-        "different tokens": ("--compare", a, trace("t", {"tokens": TOKENS + 1, "embed": TOKENS})),
-        "embed is (2, 7, 32) in the reference": ("--compare", a, trace("s", {"embed": TOKENS})),
-        "no name in common": ("--compare", a, trace("n", {"model.norm": TOKENS})),
-        "there is no folder": ("--model", tmp_path / "gone", *recording),
-        "no activation is named 'mlp'": ("--model", checkpoint, *recording, "--names", "mlp"),
-        "--tolerance is nan": ("--compare", a, a, "--tolerance", "nan"),
-        "--tolerance is -1.0": ("--compare", a, a, "--tolerance", "-1"),
+        "there is no file": ("compare", a, tmp_path / "gone.safetensors"),
+        "there is no file ": ("compare", a, tmp_path),
+        "cannot be read as safetensors": ("compare", text, a),
+        "different tokens": ("compare", a, trace("t", {"tokens": TOKENS + 1, "embed": TOKENS})),
+        "embed is (2, 7, 32) in the reference": ("compare", a, trace("s", {"embed": TOKENS})),
+        "no name in common": ("compare", a, trace("n", {"model.norm": TOKENS})),
+        "there is no folder": ("record", "--model", tmp_path / "gone", *recording),
+        "no activation is named 'mlp'": (
+            "record",
+            "--model",
+            checkpoint,
+            *recording,
+            "--names",
+            "mlp",
+        ),
+        "--tolerance is nan": ("compare", a, a, "--tolerance", "nan"),
+        "--tolerance is -1.0": ("compare", a, a, "--tolerance", "-1"),
         "cannot be written": (
+            "record",
             "--model",
             checkpoint,
             "--prompt",
@@ -351,7 +360,7 @@ def test_wrong_input_is_one_line_and_exit_code_1(
         ),
     }
     if not torch.cuda.is_available():
-        cases["--device cuda:"] = ("--model", checkpoint, *recording, "--device", "cuda")
+        cases["--device cuda:"] = ("record", "--model", checkpoint, *recording, "--device", "cuda")
     for message, arguments in cases.items():
         assert run(monkeypatch, *arguments) == 1, message
         out, err = capsys.readouterr()
@@ -363,7 +372,7 @@ def test_wrong_input_is_one_line_and_exit_code_1(
 
 
 def test_as_a_program(files: tuple[Path, Path]) -> None:
-    command = [sys.executable, "-m", "llama_mini.inspect.record", "--compare", *map(str, files)]
+    command = [sys.executable, "-m", "llama_mini.inspect", "compare", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert "first to differ: blocks.1.attention" in done.stdout
@@ -376,7 +385,7 @@ def test_a_trace_is_read_as_carefully_as_a_checkpoint(tmp_path, capsys) -> None:
         b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(40_000)
     )
     long.write_bytes((len(entries) + 2).to_bytes(8, "little") + b"{" + entries + b"}")
-    assert main(["--compare", str(good), str(long)]) == 1
+    assert main(["compare", str(good), str(long)]) == 1
     assert f"{long} cannot be read as safetensors: its header" in capsys.readouterr().err
-    assert main(["--compare", str(good), str(good)]) == 0
+    assert main(["compare", str(good), str(good)]) == 0
     assert "\x1b" not in capsys.readouterr().out
