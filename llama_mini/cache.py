@@ -2,12 +2,15 @@
 of them; and the order in which positions see each other.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .config import LlamaConfig
+
+if TYPE_CHECKING:
+    from .model import Llama
 
 
 class BlockCache(NamedTuple):
@@ -59,6 +62,23 @@ class KVCache:
         self.values = [torch.empty(shape, device=device, dtype=dtype) for _ in blocks]
         self.batch, self.capacity, self.dtype = batch, capacity, dtype
         self.length = 0
+
+    @classmethod
+    def for_model(cls, model: "Llama", batch: int = 1, capacity: int = 512) -> "KVCache":
+        """A cache of a `Llama`'s own sizes, on its device and in its dtype."""
+        weight = model.embed.weight
+        return cls(model.config, batch, capacity, weight.device, weight.dtype)
+
+    @torch.inference_mode(False)  # or it could not be written to outside of that mode
+    @torch.no_grad()
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` positions in all; what is held stays."""
+        for tensors in (self.keys, self.values):
+            for n, old in enumerate(tensors):
+                shape = (*old.shape[:2], capacity, old.shape[3])
+                tensors[n] = torch.empty(shape, device=old.device, dtype=old.dtype)
+                tensors[n][:, :, : self.length] = old[:, :, : self.length]
+        self.capacity = capacity
 
     def require(self, batch: int, t: int, dtype: torch.dtype) -> int:
         """How many positions are filled; a `ValueError` unless `t` more of `batch` rows in `dtype` fit."""

@@ -36,6 +36,7 @@ def sample(
 
 
 NONE = -1
+STRIDE = 256  # new positions for which a cache has room at first, where their number is not given
 NO_TOKEN = (
     "the logits hold NaN or infinity, and no token can be drawn from them: "
     "the weights are damaged, or their dtype is too narrow"
@@ -49,17 +50,14 @@ def draw(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """`sample` without a look at any value, for which a GPU would have to be waited for: NONE where no id
-    can be drawn.
-    """
+    """`sample` without synchronising with the GPU: NONE where no id can be drawn."""
     logits = logits.float()
     highest = logits.amax(-1, keepdim=True)  # NaN where any is NaN
     broken = ~highest.isfinite().squeeze(-1)
     if temperature < torch.finfo(torch.float32).tiny or top_p == 0:  # below, division is not exact
         return logits.argmax(-1).masked_fill(broken, NONE)
-    logits = (
-        logits - highest
-    ) / temperature  # the highest is 0: a tiny temperature cannot overflow
+    # The highest is 0, so that a tiny temperature cannot overflow.
+    logits = (logits - highest) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         kept, ids = logits.topk(top_k)
         logits = torch.full_like(logits, -math.inf).scatter(-1, ids, kept)
@@ -71,8 +69,8 @@ def draw(
         probabilities = torch.zeros_like(probabilities).scatter(
             -1, ids, kept.masked_fill(beyond, 0)
         )
-    # The first of exponential clocks to ring, each at the rate of its id's probability: torch.multinomial
-    # draws the same, and looks at the probabilities before.
+    # Of exponential clocks, each at the rate of its id's probability, the first to ring. torch.multinomial
+    # draws the same, but synchronises to check the probabilities.
     clocks = torch.empty_like(probabilities).exponential_(generator=generator)
     return (probabilities / clocks).argmax(-1).masked_fill(broken, NONE)
 
@@ -80,7 +78,7 @@ def draw(
 def stream(
     model: Llama,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int = 64,
+    max_new_tokens: int | None = 64,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -88,28 +86,76 @@ def stream(
     generator: torch.Generator | None = None,
     vocab_size: int | None = None,
     agree: Callable[[Tensor], Tensor] | None = None,
+    cache: KVCache | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt (a list of ids); yields, token by token, one new id per prompt, None
     for those that have ended.
 
     A prompt ends with the first of `stop_ids` (yielded too; None: the checkpoint's own, (): none)
-    or at `max_new_tokens`. Ids from `vocab_size` on (rows that only pad the embedding) are never
-    drawn. `agree` makes of the drawn ids (b,), NONE where none can be drawn, what all processes take
-    that run one model together (parallel.py). A `ValueError`, before any work, for prompts that are
-    empty, hold other ids than the model's, or do not fit its context together with the new tokens.
+    or at `max_new_tokens` (None: at the end of the context). Ids from `vocab_size` on (rows that
+    only pad the embedding) are never drawn. `agree` makes of the drawn ids (b,), NONE where none can
+    be drawn, what all processes take that run one model together (ranks.py). `cache` holds the first
+    positions of the prompts, which are not computed again, and grows with the text. A `ValueError`,
+    before any work, for prompts that are empty, hold other ids than the model's, or do not fit its
+    context together with the new tokens.
     """
     require_sampling(temperature, top_k, top_p)
     prompts = _lists(prompts)
-    (stops,) = _lists([model.config.eos_token_id if stop_ids is None else stop_ids])
+    stops = frozenset(_lists([model.config.eos_token_id if stop_ids is None else stop_ids])[0])
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size}: it must be 1 or more; None is all of it")
-    require_prompts(model.config, prompts, max_new_tokens)
-    sampling = (temperature, top_k, top_p, generator)
-    return _stream(model, prompts, max_new_tokens, frozenset(stops), vocab_size, sampling, agree)
+    require_prompts(model.config, prompts, 1 if max_new_tokens is None else max_new_tokens)
+    lengths = {len(prompt) for prompt in prompts}
+    if cache is not None and cache.length and (len(lengths) != 1 or cache.length >= max(lengths)):
+        raise ValueError(
+            f"the cache holds {cache.length} positions: prompts of one length above that can go on "
+            f"from there, and these have {sorted(lengths)}"
+        )
+    width, device = max(lengths, default=0), model.embed.weight.device
+    end = context(model.config) if max_new_tokens is None else width + max_new_tokens
+    if not prompts or end == width:
+        return iter(())
+    if cache is None:
+        room = end if max_new_tokens is not None else min(end, width + STRIDE)
+        cache = KVCache(model.config, len(prompts), room, device, model.embed.weight.dtype)
+
+    @torch.inference_mode()
+    def steps(cache: KVCache) -> Iterator[list[int | None]]:
+        # Left-padded, so that every row's last token stands in the last column and one step appends
+        # to all of them.
+        rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+        tokens = torch.tensor(rows, dtype=torch.long, device=device)[:, cache.length :]
+        padding = torch.tensor([width - len(p) for p in prompts], dtype=torch.long, device=device)
+        columns = torch.arange(end, dtype=torch.long, device=device)
+        live = [True] * len(prompts)
+        while any(live) and (seen := cache.length + tokens.shape[1]) < end:
+            if seen > cache.capacity:
+                cache.grow(min(end, 2 * seen))
+            positions = mask = None
+            if len(lengths) > 1:
+                queries = columns[cache.length : seen]
+                positions = (queries - padding[:, None]).clamp(min=0)
+                mask = padded_mask(queries, columns[:seen], padding)
+            logits = model(tokens, cache=cache, positions=positions, mask=mask, last_only=True)
+            drawn = draw(logits[:, -1, :vocab_size], temperature, top_k, top_p, generator)
+            if agree is not None:
+                drawn = agree(drawn)
+            ids = drawn.tolist()  # the only wait for the device
+            if NONE in ids:
+                raise ValueError(f"at new token {seen - width + 1} {NO_TOKEN}")
+            new = [token if alive else None for token, alive in zip(ids, live, strict=True)]
+            yield new
+            live = [token is not None and token not in stops for token in new]
+            tokens = drawn[:, None]
+
+    return steps(cache)
 
 
 def generate(
-    model: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: object
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | None = 64,
+    **options: object,
 ) -> list[list[int]]:
     """The new ids of every prompt, its stop id included; options as for `stream`."""
     prompts = _lists(prompts)
@@ -126,54 +172,9 @@ def _lists(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         return [[index(token) for token in prompt] for prompt in prompts]
     except TypeError:
         raise ValueError(
-            "prompts must be a list of prompts, each a list of token ids, and stop_ids a list of ids"
+            "prompts must be a list of prompts, each a list of token ids (of a text: "
+            "tokenizer.encode(text)), and stop_ids a list of ids"
         ) from None
-
-
-@torch.inference_mode()
-def _stream(
-    model: Llama,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    stop_ids: frozenset[int],
-    vocab_size: int | None,
-    sampling: tuple[float, int | None, float | None, torch.Generator | None],
-    agree: Callable[[Tensor], Tensor] | None,
-) -> Iterator[list[int | None]]:
-    batch, width = len(prompts), max(map(len, prompts), default=0)
-    if batch == 0 or max_new_tokens == 0:
-        return
-    weight = model.embed.weight
-    device = weight.device
-    cache = KVCache(model.config, batch, width + max_new_tokens, device, weight.dtype)
-    # Left-padded, so that every row's last token stands in the last column and one step appends to
-    # all of them.
-    tokens = torch.tensor(
-        [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
-    )
-    padding = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-    ragged = bool(padding.any())
-    columns = torch.arange(width + max_new_tokens, device=device)
-    live = [True] * batch
-    for step in range(max_new_tokens):
-        positions = mask = None
-        if ragged:
-            queries = columns[cache.length : cache.length + tokens.shape[1]]
-            positions = (queries - padding[:, None]).clamp(min=0)
-            mask = padded_mask(queries, columns[: cache.length + tokens.shape[1]], padding)
-        logits = model(tokens, cache=cache, positions=positions, mask=mask, last_only=True)
-        next_ids = draw(logits[:, -1, :vocab_size], *sampling)
-        if agree is not None:
-            next_ids = agree(next_ids)
-        new = next_ids.tolist()  # the only wait for the device
-        if NONE in new:
-            raise ValueError(f"at new token {step + 1} {NO_TOKEN}")
-        step_ids = [token if alive else None for token, alive in zip(new, live, strict=True)]
-        yield step_ids
-        live = [token is not None and token not in stop_ids for token in step_ids]
-        if not any(live) or step + 1 == max_new_tokens:
-            return
-        tokens = next_ids[:, None]
 
 
 def padded_mask(queries: Tensor, keys: Tensor, padding: Tensor) -> Tensor:
@@ -186,6 +187,12 @@ def padded_mask(queries: Tensor, keys: Tensor, padding: Tensor) -> Tensor:
     causal = keys <= queries[:, None]
     real = keys >= padding[:, None]
     return (causal & real[:, None] | (keys == queries[:, None]))[:, None]
+
+
+def context(config: LlamaConfig) -> int:
+    """How many positions the model reads: its context, or the window that it may not leave."""
+    positions = config.max_position_embeddings
+    return min(positions, config.sliding_window or positions)
 
 
 def require_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -257,3 +257,79 @@ def test_gradients_stay_on_for_the_caller(model):
     next(steps)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
+
+
+def test_without_a_number_of_tokens_the_context_is_the_end(model):
+    for prompt in ([3, 1, 4], [1] * 255):
+        (text,) = generate(model, [prompt], None, stop_ids=())
+        assert len(prompt) + len(text) == CONFIG.max_position_embeddings
+    with pytest.raises(ValueError, match=r"prompt of 256 tokens and 1 new .* context of 256"):
+        stream(model, [[1] * 256], None)
+    narrow = make(dataclasses.replace(CONFIG, sliding_window=10))
+    assert len(generate(narrow, [[1, 2, 3]], None, stop_ids=())[0]) == 7
+
+
+def test_a_cache_that_grows_changes_nothing(monkeypatch):
+    config = dataclasses.replace(CONFIG, max_position_embeddings=40)
+    model = make(config)
+    whole = generate(model, PROMPTS, 30, stop_ids=())
+    capacities = []
+    monkeypatch.setattr("llama_mini.generation.STRIDE", 3)
+    real = KVCache.grow
+
+    def spy(cache, capacity):
+        for tensor in cache.keys + cache.values:
+            tensor[:, :, cache.length :] = math.nan
+        real(cache, capacity)
+        for tensor in cache.keys + cache.values:
+            tensor[:, :, cache.length :] = math.nan  # what is not written yet is never read
+        capacities.append(capacity)
+
+    monkeypatch.setattr(KVCache, "grow", spy)
+    outputs = generate(model, PROMPTS, None, stop_ids=())
+    assert [output[:30] for output in outputs] == whole
+    assert capacities == [24, 40]  # at 12 and 25 of 11 and 24 positions; never beyond the context
+    assert {len(output) for output in outputs} == {32}
+
+
+def test_what_a_cache_holds_is_not_computed_again(model):
+    text = [3, 1, 4, *generate(model, [[3, 1, 4]], 20)[0]]
+    cache = KVCache.for_model(model, capacity=4)
+    widths = []
+    hook = model.embed.register_forward_hook(lambda _, inputs, out: widths.append(out.shape[1]))
+    try:
+        first = generate(model, [text[:3]], 5, cache=cache)[0]
+        assert (widths, cache.length) == ([3, 1, 1, 1, 1], 7)  # the last token was drawn, not read
+        widths.clear()
+        assert generate(model, [text[:10]], 3, cache=cache)[0] == text[10:13]
+        assert widths == [3, 1, 1]
+        widths.clear()
+        cache.length = 2  # another branch from there
+        branch = generate(model, [[3, 1, 7]], 3, cache=cache)[0]
+        assert widths == [1, 1, 1]
+    finally:
+        hook.remove()
+    assert first == text[3:8]
+    assert branch == generate(model, [[3, 1, 7]], 3)[0]
+    for prompts in ([[3, 1]], [[3, 1, 7, 4, 4, 4, 4], [1]]):
+        with pytest.raises(ValueError, match=r"holds 5 positions"):
+            stream(model, prompts, 1, cache=cache)
+    # It can still be written to by a plain call.
+    cache.grow(40)
+    with torch.no_grad():
+        model(torch.tensor([[5]]), cache=cache)
+    assert cache.length == 6
+
+
+def test_text_in_the_place_of_ids_names_the_tokenizer(model):
+    for prompts in (["Once upon a time"], "Once", [["Once"]]):
+        with pytest.raises(ValueError, match=r"tokenizer\.encode"):
+            generate(model, prompts)
+
+
+def test_top_p_that_is_reached_exactly_keeps_no_more():
+    # Halves and quarters are exact in float32: 0.5 is reached by one, 0.75 by two.
+    logits = [math.log(p) for p in (0.5, 0.25, 0.125, 0.125)]
+    assert torch.tensor(logits).softmax(-1).tolist() == [0.5, 0.25, 0.125, 0.125]
+    for top_p, kept in ((0.5, 1), (0.75, 2), (0.875, 3)):
+        assert (counts(logits, temperature=1.0, top_p=top_p) > 0).sum() == kept, top_p

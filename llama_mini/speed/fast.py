@@ -174,7 +174,8 @@ class FastLlama(Llama):
         where = torch.empty_like(tokens).copy_(slot if positions is None else positions)
         inputs = (tokens.contiguous(), slot, where, seen)
         if device.type == "cuda":
-            shapes = tuple(tensor.shape for tensor in inputs)
+            # A cache that grew has other tensors, and another capacity.
+            shapes = (cache.capacity, *(tensor.shape for tensor in inputs))
             if shapes not in self.graphs[cache]:
                 self.graphs[cache][shapes] = StepGraph(run, inputs)
             logits = self.graphs[cache][shapes](inputs)
