@@ -108,9 +108,7 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
     import torch
 
     from llama_mini import load_model, load_tokenizer, stream
-    from llama_mini.checkpoint.chat import chat_prompt
-    from llama_mini.checkpoint.memory import require_memory
-    from llama_mini.checkpoint.weights import check_weights, open_checkpoint, open_config
+    from llama_mini.checkpoint import chat_prompt, check_weights, open_checkpoint, require_memory
     from llama_mini.cli import choose_device
     from llama_mini.generation import require_prompts, require_sampling
     from llama_mini.speed import all_cores, fast_model
@@ -145,10 +143,11 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
         if rank > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    config = open_config(source)
-    tokenizer = load_tokenizer(source)
+    checkpoint = open_checkpoint(source)
+    config = checkpoint.config
+    tokenizer = load_tokenizer(checkpoint)
     if options.chat:
-        ids = chat_prompt(source, tokenizer, prompt, options.system)
+        ids = chat_prompt(checkpoint, tokenizer, prompt, options.system)
     else:
         ids = tokenizer.encode(prompt)
     if not ids:
@@ -158,12 +157,11 @@ def run(options: argparse.Namespace, rank: int, size: int) -> None:
         room = min(config.max_position_embeddings, config.sliding_window or math.inf) - len(ids)
         new_tokens = int(max(1, min(NEW_TOKENS, room)))
     require_prompts(config, [ids], new_tokens)  # before the weights of a hub model are fetched
-    checkpoint = open_checkpoint(source)
     dtype = choose_dtype(options.dtype, device, config, rank)
     here = 1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", size))
     require_memory(checkpoint, device, dtype, len(ids), new_tokens, share=min(here, size) / size)
     began = time.perf_counter()
-    model = load_model(source, device, dtype)
+    model = load_model(checkpoint, device, dtype)
     if options.check:
         check_weights(model, checkpoint)
     if size == 1 and not options.compile:  # a rank has its own cores

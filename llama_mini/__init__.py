@@ -15,8 +15,7 @@ if sys.argv[:1] == ["-m"]:
             signal.signal(each, lambda number, frame: os._exit(128 + number))
 
 from .cache import KVCache
-from .checkpoint.tokenizer import load_tokenizer
-from .checkpoint.weights import load_model
+from .checkpoint import load_model, load_tokenizer, read_config
 from .config import LlamaConfig, RopeConfig
 from .generation import generate, sample, stream
 from .inspect.record import compare, record
@@ -32,6 +31,7 @@ __all__ = [
     "generate",
     "load_model",
     "load_tokenizer",
+    "read_config",
     "record",
     "sample",
     "stream",

@@ -63,8 +63,9 @@ def checkpoint(tmp_path_factory) -> Path:
     """A tiny Hugging Face folder: random weights, untied, 305 embedding rows for 300 tokens."""
     from safetensors.torch import save_file
 
-    from llama_mini import Llama, LlamaConfig
-    from llama_mini.checkpoint.weights import HUGGING_FACE, translate
+    from llama_mini import Llama
+    from llama_mini.checkpoint import parse_config
+    from llama_mini.checkpoint.names import HUGGING_FACE, translate
 
     folder = tmp_path_factory.mktemp("checkpoint")
     values = {
@@ -84,7 +85,7 @@ def checkpoint(tmp_path_factory) -> Path:
     (folder / "config.json").write_text(json.dumps(values))
     train_sentencepiece(folder / "tokenizer.model")
     torch.manual_seed(0)
-    weights = Llama(LlamaConfig.from_dict(values)).state_dict()
+    weights = Llama(parse_config(values)).state_dict()
     save_file(
         {translate(name, HUGGING_FACE): weight.bfloat16() for name, weight in weights.items()},
         folder / "model.safetensors",

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama_mini import LlamaConfig, record
+from llama_mini import record
+from llama_mini.checkpoint import parse_config
 from tests.support.fixtures import (
     ACTIVATIONS,
     EMBEDDING_STD,
@@ -87,8 +88,7 @@ def test_the_stored_weights_let_a_fault_show(name: str) -> None:
 
 def test_the_cases_cover_the_shapes() -> None:
     configs = {
-        name: LlamaConfig.from_dict(json.loads(load_case(name).metadata["config"]))
-        for name in SHAPES
+        name: parse_config(json.loads(load_case(name).metadata["config"])) for name in SHAPES
     }
     heads = {name: (c.num_attention_heads, c.num_key_value_heads) for name, c in configs.items()}
     assert [name for name, (h, g) in heads.items() if g in (1, h)] == ["mha_untied", "mqa"]

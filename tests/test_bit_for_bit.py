@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import llama_mini.model
-from llama_mini import LlamaConfig, RMSNorm, generate, load_model, load_tokenizer
+from llama_mini import RMSNorm, generate, load_model, load_tokenizer
+from llama_mini.checkpoint import parse_config
 from tests.support.fixtures import (
     BASE,
     HALVES,
@@ -150,7 +151,7 @@ def test_rope(scaling: dict[str, Any], dtype: torch.dtype) -> None:
     q = torch.randn(1, 4, len(positions), 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     k = q[:, ::2]
     expected = modeling.apply_rotary_pos_emb(q, k, *reference(q, positions[None]))
-    rope = LlamaConfig.from_dict(values).rope
+    rope = parse_config(values).rope
     cos, sin = llama_mini.model.cos_sin(rope, 64, positions, dtype)
     for x, turned in zip((q, k), expected, strict=True):
         assert torch.equal(llama_mini.model.rotate(x, cos, sin), turned)

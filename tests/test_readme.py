@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from llama_mini.checkpoint.weights import HUGGING_FACE, META
+from llama_mini.checkpoint.names import HUGGING_FACE, META
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from llama_mini import Llama, LlamaConfig, RopeConfig, load_model
-from llama_mini.checkpoint.weights import META, read_tensors
+from llama_mini.checkpoint.names import META
+from llama_mini.checkpoint.weights import read_tensors
 from llama_mini.rope import cos_sin, inverse_frequencies, rotate
 
 pytestmark = pytest.mark.oldest
@@ -128,7 +129,8 @@ def test_positions_of_each_row():
 def test_meta_rows_are_reordered_for_q_and_k_by_their_own_heads_and_never_for_v(tmp_path):
     from safetensors.torch import save_file
 
-    from llama_mini.checkpoint.weights import read_headers
+    from llama_mini.checkpoint.headers import read_headers
+    from llama_mini.checkpoint.meta import META_LLAMA
 
     config = LlamaConfig(11, 8, 16, 1, 4, 2, head_dim=4)
     rows = {"wq": 16, "wk": 8, "wv": 8}
@@ -138,7 +140,7 @@ def test_meta_rows_are_reordered_for_q_and_k_by_their_own_heads_and_never_for_v(
     }
     save_file(weights, tmp_path / "consolidated.00.safetensors")
     stored = read_headers(tmp_path, {theirs: ours for ours, theirs in META.items()})
-    read = dict(read_tensors(stored, "cpu", torch.float32, config))
+    read = dict(read_tensors(stored, "cpu", torch.float32, config, META_LLAMA))
     order = [0, 2, 1, 3]
     for ours, theirs in (("q", "wq"), ("k", "wk"), ("v", "wv")):
         source = weights[f"layers.0.attention.{theirs}.weight"]

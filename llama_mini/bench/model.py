@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import KVCache
-from ..checkpoint.hub import resolve
-from ..checkpoint.memory import require_memory
-from ..checkpoint.weights import HUGGING_FACE, NoInit, load_model, open_checkpoint, translate
+from ..checkpoint import Checkpoint, load_model, open_checkpoint, parse_config, require_memory
+from ..checkpoint.names import HUGGING_FACE, translate
+from ..checkpoint.weights import NoInit
 from ..cli import choose_device, peak_memory
 from ..config import LlamaConfig
 from ..generation import require_prompts, stream
@@ -150,9 +150,9 @@ def import_transformers() -> Any:
     return transformers
 
 
-def load_transformers(source: str, device: torch.device, dtype: torch.dtype) -> Any:
+def load_transformers(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
     """The same checkpoint as a transformers model."""
-    folder = resolve(source)
+    folder = checkpoint.folder
     if not (folder / "config.json").is_file():
         raise ValueError(f"--against transformers: {folder} holds no config.json, which it needs")
     model_class = import_transformers().AutoModelForCausalLM
@@ -279,10 +279,10 @@ def read_files(files: Iterable[Path]) -> None:
 
 
 def measure_load(
-    source: str, device: torch.device, dtype: torch.dtype, runs: int
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, runs: int
 ) -> tuple[Llama, dict[str, Any]]:
     """The model of a checkpoint, and what loading it takes beside reading its files."""
-    files = sorted({tensor.file for tensor in open_checkpoint(source).stored.values()})
+    files = sorted({tensor.file for tensor in checkpoint.stored.values()})
     size, model, times = sum(file.stat().st_size for file in files), None, []
     read_files(files)
     for _ in range(runs):
@@ -291,7 +291,7 @@ def measure_load(
         began = time.perf_counter()
         read_files(files)
         read = time.perf_counter()
-        model = load_model(source, device, dtype)
+        model = load_model(checkpoint, device, dtype)
         if device.type == "cpu":  # one number of each page: a mapped file is there when it is read
             for parameter in model.parameters():
                 parameter.view(-1)[:: 4096 // parameter.element_size()].sum()
@@ -334,7 +334,7 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
     elif options.shape in SHAPES:
         values = dict(SHAPES[options.shape])  # weights without training know no end of context
         values["max_position_embeddings"] = max(values["max_position_embeddings"], t + n)
-        config = LlamaConfig.from_dict(values)
+        config = parse_config(values)
     else:
         raise ValueError(f"--shape {options.shape}: it must be one of {', '.join(SHAPES)}")
     generator = torch.Generator().manual_seed(0)
@@ -347,7 +347,7 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
     memory, load = {"before": peak_memory(device)}, None
     if options.shape is None:
         require_memory(checkpoint, device, dtype, b * t, b * n)
-        model, load = measure_load(options.model, device, dtype, options.runs)
+        model, load = measure_load(checkpoint, device, dtype, options.runs)
     else:
         model = random_model(config, device, dtype)
     model = all_cores(model)
@@ -367,7 +367,7 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
         memory["peak_compiled"] = peak_memory(device)
     if options.against:
         reference = (
-            load_transformers(options.model, device, dtype)
+            load_transformers(checkpoint, device, dtype)
             if options.shape is None
             else as_transformers(values, model)
         )

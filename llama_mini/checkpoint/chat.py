@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config import is_there, read_json
-from .hub import resolve
+from .opening import Checkpoint, open_checkpoint
 from .tokenizer import Tokenizer
+from .untrusted import is_there
 
 TEMPLATE_BYTES = 2**20  # real ones have some thousands
 SECONDS = 5  # of the processor; real templates take milliseconds
@@ -21,7 +21,7 @@ MEMORY = 512 * 2**20
 
 
 def chat_prompt(
-    folder_or_hub_id: str | Path, tokenizer: Tokenizer, prompt: str, system: str | None = None
+    source: str | Path | Checkpoint, tokenizer: Tokenizer, prompt: str, system: str | None = None
 ) -> list[int]:
     """Ids of one user message, after `system` if given, up to where the reply begins.
 
@@ -32,7 +32,7 @@ def chat_prompt(
     them as control tokens).
     Raises ValueError, naming the file, where there is no template or where it fails.
     """
-    path, template = _read_template(resolve(folder_or_hub_id, weights=False))
+    path, template = _read_template(open_checkpoint(source))
     # A mark before each control token of the user's; a private character that is not in use.
     given = template + prompt + (system or "")
     free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in given)
@@ -54,8 +54,9 @@ def chat_prompt(
     return ids if ids[: len(prefix)] == prefix else prefix + ids
 
 
-def _read_template(folder: Path) -> tuple[Path, str]:
+def _read_template(checkpoint: Checkpoint) -> tuple[Path, str]:
     """The file that holds the chat template, and the template."""
+    folder = checkpoint.folder
     path = folder / "chat_template.jinja"
     if is_there(path):
         if path.stat().st_size > TEMPLATE_BYTES:
@@ -67,7 +68,7 @@ def _read_template(folder: Path) -> tuple[Path, str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
     path = folder / "tokenizer_config.json"
-    template = read_json(path).get("chat_template") if is_there(path) else None
+    template = checkpoint.json(path.name).get("chat_template")
     if isinstance(template, list):  # several, by name
         try:
             named = {entry["name"]: entry["template"] for entry in template}

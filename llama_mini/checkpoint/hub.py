@@ -8,7 +8,7 @@ offline on what it has (`HF_HUB_OFFLINE=1` keeps it from asking).
 import re
 from pathlib import Path
 
-from ..config import read_json
+from .untrusted import read_weight_map
 
 SMALL_FILES = [
     "config.json",
@@ -24,19 +24,18 @@ SMALL_FILES = [
 INDEX = "model.safetensors.index.json"
 
 
-def resolve(folder_or_hub_id: str | Path, weights: bool = True) -> Path:
-    """The folder itself, or the cached copy of a hub model, fetched where needed.
+def find(folder_or_hub_id: str | Path) -> tuple[Path, str | None]:
+    """The folder itself, or the cached copy of a hub model, with its id, for which all but its weights is
+    fetched where needed.
 
-    `weights`: fetch the weights as well: `model.safetensors`, else the shards that the index names,
-    else `consolidated.00.safetensors` beside a `params.json`.
     Raises FileNotFoundError for a folder or model that is not there or cannot be reached,
-    ValueError for one that may not be read or holds no safetensors weights.
+    ValueError for one that may not be read.
     """
     name = str(folder_or_hub_id)
     try:
         path = Path(name).expanduser()
         if name and path.is_dir():
-            return path
+            return path, None
         if path.is_file():
             raise ValueError(f"{name} is a file: name the folder that it is in, {path.parent}")
     except (OSError, RuntimeError) as error:  # no permission, too long, ~ without a home
@@ -45,32 +44,32 @@ def resolve(folder_or_hub_id: str | Path, weights: bool = True) -> Path:
     if isinstance(folder_or_hub_id, Path) or not is_hub_id or path.parent.is_dir():
         hint = "" if "/" in name else " (a model of the Hugging Face hub is named owner/name)"
         raise FileNotFoundError(f"there is no folder {name!r}{hint}")
-    folder = _fetch(name, SMALL_FILES + ["model.safetensors"] * weights)
-    if not weights or (folder / "model.safetensors").is_file():
-        return folder
+    return _fetch(name, SMALL_FILES), name
+
+
+def fetch_weights(hub_id: str, folder: Path) -> None:
+    """Fetch the weights beside the files that `find` fetched: `model.safetensors`, else the shards that
+    the index names, else `consolidated.00.safetensors` beside a `params.json`.
+
+    Raises ValueError for a model that holds no safetensors weights, and as `find` does.
+    """
     commit = folder.name  # what is fetched next belongs to what was fetched first
-    _fetch(name, [*SMALL_FILES, INDEX], commit)
+    _fetch(hub_id, [*SMALL_FILES, "model.safetensors"], commit)
+    if (folder / "model.safetensors").is_file():
+        return
+    _fetch(hub_id, [*SMALL_FILES, INDEX], commit)
     if (folder / INDEX).is_file():
-        return _fetch(name, SMALL_FILES + _shards(folder / INDEX), commit)
+        shards = sorted(set(read_weight_map(folder / INDEX).values()))
+        _fetch(hub_id, SMALL_FILES + shards, commit)
+        return
     if (folder / "params.json").is_file() and not (folder / "config.json").is_file():
-        _fetch(name, [*SMALL_FILES, "consolidated.00.safetensors"], commit)
+        _fetch(hub_id, [*SMALL_FILES, "consolidated.00.safetensors"], commit)
         if (folder / "consolidated.00.safetensors").is_file():
-            return folder
+            return
     raise ValueError(
-        f"{name} has no weights in safetensors (model.safetensors or {INDEX}); PyTorch pickles "
+        f"{hub_id} has no weights in safetensors (model.safetensors or {INDEX}); PyTorch pickles "
         "(.bin, .pth) can run code and are not read: convert it with transformers' save_pretrained"
     )
-
-
-def _shards(index: Path) -> list[str]:
-    """The files that an index names. Raises ValueError unless all are safetensors beside it."""
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise ValueError(f"{index} has no weight_map from tensor names to file names")
-    for name in names.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise ValueError(f"{index} names {name!r}, which is not a safetensors file beside it")
-    return sorted(set(names.values()))
 
 
 def _fetch(hub_id: str, files: list[str], commit: str | None = None) -> Path:

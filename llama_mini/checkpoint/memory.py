@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from ..cache import cache_bytes
-from .weights import DTYPES, META, Checkpoint, build, own_dtype
+from .headers import DTYPES
+from .opening import Checkpoint, open_checkpoint
+from .weights import build, own_dtype
 
 
 def require_memory(
-    checkpoint: Checkpoint,
+    source: str | Path | Checkpoint,
     device: torch.device,
     dtype: torch.dtype | None,
     prompt_tokens: int,
@@ -29,11 +31,12 @@ def require_memory(
     the model is what this memory is to hold. Where the system does not say what is at hand, nothing is
     refused.
     """
-    config, stored, table = checkpoint
+    checkpoint = open_checkpoint(source)
+    config = checkpoint.config
     dtype = own_dtype(checkpoint) if dtype is None else dtype
     weights = 0
-    for name, tensor in stored.items():
-        moved = table is META and name.endswith(("q_proj.weight", "k_proj.weight"))
+    for name, tensor in checkpoint.stored.items():
+        moved = checkpoint.reorders and name.endswith(("q_proj.weight", "k_proj.weight"))
         if device.type != "cpu" or DTYPES.get(tensor.dtype) != dtype or moved:
             weights += math.prod(tensor.shape) * dtype.itemsize
     cache = cache_bytes(config, 1, prompt_tokens + new_tokens, dtype)
@@ -42,7 +45,7 @@ def require_memory(
     needed, at_hand = int(share * (weights + cache + ffn)) + logits, bytes_at_hand(device)
     if at_hand is None or needed <= at_hand:
         return
-    build(*checkpoint)  # a config with sizes that its files do not have is the better reason
+    build(checkpoint)  # a config with sizes that its files do not have is the better reason
     raise ValueError(
         f"the model needs {needed:,} bytes of memory ({device.type}; in all, weights {weights:,}, keys and "
         f"values {cache:,}, activations {ffn + logits:,}), and {at_hand:,} are at hand: take a "

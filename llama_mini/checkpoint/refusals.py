@@ -4,12 +4,9 @@ silence.
 
 from typing import Any
 
-# What config.py reads as a family of its own, by `model_type`, and the name of its class.
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+from ..config import short
+from ..placements import FAMILIES, Family
+from .untrusted import listed
 
 # `model_type` of families that look alike, and what each would take.
 OTHER_FAMILIES = {
@@ -118,14 +115,8 @@ ONLY: dict[str, tuple[Any, str]] = {
     "use_qk_norm": (False, "norms on q and k other than Qwen3's"),
 }
 
-# Keys that config.py reads.
-USED = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
-    "rope_parameters original_max_position_embeddings tie_word_embeddings sliding_window "
-    "use_sliding_window max_window_layers layer_types no_rope_layers no_rope_layer_interval "
-    "eos_token_id torch_dtype dtype model_type architectures".split()
-)
+# Keys that may say that a block has no rotary positions.
+ROPELESS = frozenset({"no_rope_layers", "no_rope_layer_interval"})
 
 # Keys that change nothing in a forward pass: training, bookkeeping, defaults for the generation of
 # another program.
@@ -147,13 +138,12 @@ HARMLESS = frozenset(
 )
 
 
-def refuse(given: dict[str, Any]) -> None:
+def refuse(given: dict[str, Any], family: Family) -> None:
     """Raise a `ValueError` that names what a Hugging Face config (nulls left out) asks for and is not
     done here.
     """
-    family = family_of(given)
     for key, (only, needs) in ONLY.items():
-        if key in given and given[key] != only:
+        if key in given and key not in family.keys and given[key] != only:
             raise ValueError(
                 f"{key} is {short(given[key])}: that would take {needs}, which is not supported"
             )
@@ -167,60 +157,36 @@ def refuse(given: dict[str, Any]) -> None:
             f"no_rope_layer_interval is {short(given['no_rope_layer_interval'])}: blocks without "
             "rotary positions are not supported"
         )
-    unknown = sorted(given.keys() - USED - HARMLESS - ONLY.keys())
+    unknown = sorted(given.keys() - family.keys - ROPELESS - HARMLESS - ONLY.keys())
     if unknown:
         raise ValueError(
-            f"{listed(given, unknown)}: not known for model_type {family}, and may change the output; "
-            "where you know that it does not, delete it"
+            f"{listed(given, unknown)}: not known for model_type {family.model_type}, and may "
+            "change the output; where you know that it does not, delete it"
         )
 
 
-def family_of(given: dict[str, Any]) -> str:
+def family_of(given: dict[str, Any]) -> Family:
     """The family of a config, by `model_type`, else by its class; a `ValueError` for one that is not
     done here.
     """
     names = given.get("architectures", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"architectures is {short(names)}: it must be a list of names")
-    by_class = {name.lower(): family for family, name in FAMILIES.items()}
+    by_class = {family.architecture.lower(): name for name, family in FAMILIES.items()}
     classes = [by_class.get(name.lower()) for name in names]
     family = given.get("model_type", next(iter(classes), "llama"))
     if not isinstance(family, str) or family not in FAMILIES:
         if "model_type" not in given:
-            raise ValueError(
-                f"architectures is {short(names)}; supported: {', '.join(FAMILIES.values())}"
-            )
+            supported = ", ".join(family.architecture for family in FAMILIES.values())
+            raise ValueError(f"architectures is {short(names)}; supported: {supported}")
         needs = OTHER_FAMILIES.get(family.lower()) if isinstance(family, str) else None
         why = (
             f"that would take {needs}, which is not supported" if needs else "it is not known here"
         )
         raise ValueError(f"model_type is {short(family)}: {why}; supported: {', '.join(FAMILIES)}")
     if names and family not in classes:
+        only = FAMILIES[family].architecture
         raise ValueError(
-            f"architectures is {short(names)}: with model_type {family}, only {FAMILIES[family]} is "
-            "supported"
+            f"architectures is {short(names)}: with model_type {family}, only {only} is supported"
         )
-    return family
-
-
-def short(value: Any) -> str:
-    """The value as it goes into a message of one line."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def shown(name: str) -> str:
-    """A name that a file gives, as it goes into a message of one line: quoted and cut where it is odd."""
-    return name if name.isprintable() and len(name) <= 200 else short(name)
-
-
-def said(error: object) -> str:
-    """What a library says of a file, which may quote it, as it goes into a message of one line."""
-    text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(error).split()))
-    return text if len(text) <= 400 else text[:397] + "..."
-
-
-def listed(given: dict[str, Any], names: list[str]) -> str:
-    """Some of the keys with their values, as they go into a message of one line."""
-    what = ", ".join(f"{shown(name)} is {short(given[name])}" for name in names[:20])
-    return what if len(names) <= 20 else f"{what} and {len(names) - 20} more"
+    return FAMILIES[family]

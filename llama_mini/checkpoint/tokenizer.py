@@ -16,9 +16,9 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from ..config import is_there, read_json
-from .hub import resolve
-from .refusals import said, short
+from ..config import short
+from .opening import Checkpoint, open_checkpoint
+from .untrusted import is_there, lfs_pointer, said
 
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
 # What may prepare a text; and what all steps may make of one character.
@@ -175,9 +175,9 @@ class StreamDecoder:
 class TokenSettings:
     """What the JSON files beside a tokenizer say about named, special and added tokens."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-        config, token_map, added = files = [_json(folder / name) for name in names]
+        config, token_map, added = files = [checkpoint.json(name) for name in names]
         self.named: dict[str, str] = {}  # "bos_token" -> "<s>"
         self.special: set[str] = set()
         self.added: dict[int, dict[str, Any]] = {}  # id -> content, lstrip, rstrip
@@ -210,7 +210,8 @@ class TokenSettings:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             there = " or ".join(name for name, file in zip(names, files, strict=True) if file)
             raise ValueError(
-                f"{folder}: the special or added tokens in {there} are not readable ({said(repr(error))})"
+                f"{checkpoint.folder}: the special or added tokens in {there} are not readable "
+                f"({said(repr(error))})"
             ) from None
         self.special.update(self.named.values())
 
@@ -484,24 +485,18 @@ def _read(path: Path) -> bytes:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not data or data.startswith(b"version https://git-lfs"):
-        what = "a Git LFS pointer" if data else "empty"
-        raise ValueError(f"{path} is {what}, not the file itself: download it again (git lfs pull)")
+    if not data or (pointer := lfs_pointer(data)):
+        raise ValueError(f"{path}: {pointer if data else 'it is empty: download it again'}")
     return data
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that a checkpoint may leave out."""
-    return read_json(path) if is_there(path) else {}
-
-
-def load_tokenizer(folder_or_hub_id: str | Path) -> Tokenizer:
+def load_tokenizer(source: str | Path | Checkpoint) -> Tokenizer:
     """The tokenizer of a checkpoint: `tokenizer.json` where there is one, else `tokenizer.model`.
 
     Raises FileNotFoundError where there is neither, ValueError for a damaged file.
     """
-    folder = resolve(folder_or_hub_id, weights=False)
-    settings = TokenSettings(folder)
+    checkpoint = open_checkpoint(source)
+    folder, settings = checkpoint.folder, TokenSettings(checkpoint)
     if is_there(folder / "tokenizer.json"):
         return JsonTokenizer(folder / "tokenizer.json", settings)
     if is_there(folder / "tokenizer.model"):

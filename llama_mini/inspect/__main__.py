@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.memory import require_memory
-from ..checkpoint.refusals import shown
-from ..checkpoint.tokenizer import load_tokenizer
-from ..checkpoint.weights import load_model, open_checkpoint
+from ..checkpoint import load_model, load_tokenizer, open_checkpoint, require_memory
 from ..cli import DEVICES, choose_device, run_command, table
+from ..config import shown
 from ..generation import require_prompts
 from ..model import Llama
 from . import perplexity
@@ -41,12 +39,12 @@ def open_model(
     """
     device, dtype = choose_device(options.device), getattr(torch, options.dtype)
     checkpoint = open_checkpoint(options.model)
-    tokenizer = load_tokenizer(options.model)
+    tokenizer = load_tokenizer(checkpoint)
     ids, length = ids_of(tokenizer, checkpoint.config)
     pieces = [ids[i : i + length] for i in range(0, len(ids), length)] if ids else [ids]
     require_prompts(checkpoint.config, pieces, 0)
     require_memory(checkpoint, device, dtype, length, all_logits=True)
-    return load_model(options.model, device, dtype), tokenizer, ids
+    return load_model(checkpoint, device, dtype), tokenizer, ids
 
 
 def open_prompt(options: argparse.Namespace) -> tuple[Llama, Any, torch.Tensor]:

@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoint.weights import NoInit, build, open_checkpoint, read_state
+from ..checkpoint.opening import Checkpoint, open_checkpoint
+from ..checkpoint.weights import NoInit, build, read_state
 from ..config import LlamaConfig
 from ..model import Llama
 
@@ -236,20 +237,20 @@ def split(config: LlamaConfig, ranks: Ranks) -> Llama:
 
 def load_parallel(
     ranks: Ranks,
-    folder_or_hub_id: str | Path,
+    source: str | Path | Checkpoint,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> Llama:
     """`load_model`, but this rank's part of the model, and nothing else is read from the files."""
-    checkpoint = open_checkpoint(folder_or_hub_id)
+    checkpoint = open_checkpoint(source)
     require_divisible(checkpoint.config, ranks.size)
-    build(*checkpoint)
+    build(checkpoint)
 
-    def part(name: str, weight: Any) -> Tensor:
+    def part(name: str, weight: Tensor) -> Tensor:
         axis = PLAN[name.split(".")[-2]]
         if axis is WHOLE:
             return weight[:]
-        own = ranks.own(weight.get_shape()[axis])
+        own = ranks.own(weight.shape[axis])
         # Rows are mapped from the file; columns lie scattered over the whole matrix, so are copied.
         return weight[own] if axis == ROWS else weight[:, own].contiguous()
 

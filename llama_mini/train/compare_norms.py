@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint import parse_config
 from ..checkpoint.files import replace
 from ..config import LlamaConfig
 from ..model import Llama, RMSNorm
@@ -62,7 +63,7 @@ def train_side_by_side(
     """One run per variant from `recipe.seed`: parameters, seconds per step, and its curve of
     (step, held-out nats per character).
     """
-    config = LlamaConfig.from_dict(recipe.config())
+    config = parse_config(recipe.config())
     models = {variant: build(variant, config, recipe.seed) for variant in VARIANTS}
     optimizers = {variant: make_optimizers(model, recipe) for variant, model in models.items()}
     seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}

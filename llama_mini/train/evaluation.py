@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.tokenizer import load_tokenizer
-from ..checkpoint.weights import load_model
+from ..checkpoint import load_model, load_tokenizer
 from ..model import Llama
 from .corpus import IGNORED, Window, collate, cut, windows
 

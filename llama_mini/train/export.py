@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ..checkpoint import load_model, load_tokenizer
 from ..checkpoint.files import replace
-from ..checkpoint.tokenizer import load_tokenizer
-from ..checkpoint.weights import HUGGING_FACE, load_model, translate
+from ..checkpoint.names import HUGGING_FACE, translate
 from ..generation import generate
 from ..model import Llama
 from .corpus import BOS

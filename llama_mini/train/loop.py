@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint import parse_config
 from ..checkpoint.files import replace
 from ..cli import on_stop, run_command, say
-from ..config import LlamaConfig
 from ..model import Llama
 from .corpus import BOS, EOS, Window, encode, read_documents, shuffled, train_tokenizer
 from .evaluation import evaluate, evaluate_folder, loss_sum
@@ -200,7 +200,7 @@ def train(
     except UnicodeEncodeError as error:  # the card could not be written at the end
         raise ValueError(f"--data-note, --text and --out must be UTF-8: {error}") from None
     kept, held = read_documents(text, recipe.held_out)
-    config = LlamaConfig.from_dict(recipe.config())
+    config = parse_config(recipe.config())
     corpus = hashlib.sha256(text.read_bytes()).hexdigest()
     state = read_state(out, recipe, corpus)
     if not state:

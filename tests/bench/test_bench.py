@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from llama_mini import KVCache, Llama, LlamaConfig, load_tokenizer
+from llama_mini import KVCache, Llama, load_tokenizer
 from llama_mini.bench import __main__ as bench
 from llama_mini.bench import model as bench_model
 from llama_mini.bench import norm as bench_norm
 from llama_mini.bench.model import SHAPES, Pass, Sample, middle
+from llama_mini.checkpoint import open_checkpoint, parse_config
 from llama_mini.train.loop import Recipe
 from tests.support.fixtures import BASE, require
 
@@ -34,7 +35,7 @@ BATCH = 2
 
 def random_llama(**changes: object) -> Llama:
     torch.manual_seed(0)
-    return Llama(LlamaConfig.from_dict({**BASE, **changes})).eval().requires_grad_(False)
+    return Llama(parse_config({**BASE, **changes})).eval().requires_grad_(False)
 
 
 # The report of a model
@@ -297,13 +298,13 @@ def test_load_is_measured_with_one_model_in_memory(checkpoint, monkeypatch):
 
 def test_shapes_are_those_of_the_models():
     counts = {  # as published
-        "stories": LlamaConfig.from_dict(Recipe().config()).parameter_count(),
+        "stories": parse_config(Recipe().config()).parameter_count(),
         "smollm2-135m": 134_515_008,
         "tinyllama-1.1b": 1_100_048_384,
         "llama-3.2-1b": 1_235_814_400,
         "llama-3.1-8b": 8_030_261_248,
     }
-    found = {name: LlamaConfig.from_dict(values) for name, values in SHAPES.items()}
+    found = {name: parse_config(values) for name, values in SHAPES.items()}
     assert {name: config.parameter_count() for name, config in found.items()} == counts
     ours, recipe = SHAPES["stories"], Recipe().config()
     assert ours == {key: recipe[key] for key in ours}
@@ -315,9 +316,7 @@ def test_random_weights_are_shared_with_transformers(name):
     require("transformers")
     values = {**SHAPES[name], "num_hidden_layers": 2, "vocab_size": 96, "intermediate_size": 64}
     values["hidden_size"] = 16 * values["num_attention_heads"]
-    model = bench_model.random_model(
-        LlamaConfig.from_dict(values), torch.device("cpu"), torch.bfloat16
-    )
+    model = bench_model.random_model(parse_config(values), torch.device("cpu"), torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     tied = model.lm_head.weight is model.embed.weight
     assert tied == values["tie_word_embeddings"]
@@ -376,7 +375,7 @@ def test_without_transformers(monkeypatch, checkpoint, capsys):
 
 def test_transformers_reads_no_meta_folder(checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"holds no config\.json"):
-        bench_model.load_transformers(str(tmp_path), torch.device("cpu"), torch.float32)
+        bench_model.load_transformers(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(

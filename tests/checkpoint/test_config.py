@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llama_mini import Llama, LlamaConfig, RopeConfig
+from llama_mini.checkpoint import parse_config, read_config
 from llama_mini.rope import inverse_frequencies
 from tests.support.fixtures import SHAPES, require
 
@@ -38,7 +39,7 @@ META: dict[str, Any] = {
 
 def read(values: Any, folder: Path, name: str = "config.json") -> LlamaConfig:
     (folder / name).write_text(json.dumps(values))
-    return LlamaConfig.from_checkpoint(folder)
+    return read_config(folder)
 
 
 def complaint(values: Any, folder: Path, name: str = "config.json") -> str:
@@ -149,26 +150,26 @@ def test_a_file_that_is_no_json_object(tmp_path, name, text):
         (tmp_path / "config.json").unlink()
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=name) as error:
-        LlamaConfig.from_checkpoint(tmp_path)
+        read_config(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_a_file_that_is_not_utf8(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
-        LlamaConfig.from_checkpoint(tmp_path)
+        read_config(tmp_path)
 
 
 def test_no_folder_and_no_config(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere"):
-        LlamaConfig.from_checkpoint(tmp_path / "nowhere")
+        read_config(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"no config\.json .* and no params\.json"):
-        LlamaConfig.from_checkpoint(tmp_path)
+        read_config(tmp_path)
 
 
 def test_not_a_dict():
     with pytest.raises(ValueError, match="must be a JSON object, not list"):
-        LlamaConfig.from_dict([BASE])  # type: ignore[arg-type]
+        parse_config([BASE])  # type: ignore[arg-type]
 
 
 # What a key left out means
@@ -176,7 +177,7 @@ def test_not_a_dict():
 
 def test_defaults_are_those_of_transformers():
     """eps 1e-6 where the file does not say; the others as LlamaConfig there."""
-    config = LlamaConfig.from_dict(BASE)
+    config = parse_config(BASE)
     assert config == LlamaConfig(64, 32, 48, 2, 4)
     assert (config.num_key_value_heads, config.head_dim) == (4, 8)
     assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-6, 2048)
@@ -191,7 +192,7 @@ def test_defaults_are_those_of_transformers():
 def test_defaults_of_each_family_are_those_of_transformers(family):
     values = {**BASE, "model_type": family, "num_key_value_heads": 2}
     theirs = require("transformers").AutoConfig.for_model(**values)
-    ours = LlamaConfig.from_dict(values)
+    ours = parse_config(values)
     for key in (
         "num_key_value_heads",
         "head_dim",
@@ -217,16 +218,16 @@ def test_key_value_heads_that_only_a_default_would_give(tmp_path, family):
     "sliding_window layer_types quantization_config attention_bias hidden_act no_rope_layers foo".split(),
 )
 def test_null_means_left_out(key):
-    assert LlamaConfig.from_dict({**BASE, key: None}) == LlamaConfig.from_dict(BASE)
+    assert parse_config({**BASE, key: None}) == parse_config(BASE)
 
 
 def test_null_window_of_mistral_is_no_window():
     values = {**BASE, "model_type": "mistral", "num_key_value_heads": 2}
-    assert LlamaConfig.from_dict(values).sliding_window == 4096
-    assert LlamaConfig.from_dict({**values, "sliding_window": None}).sliding_window is None
+    assert parse_config(values).sliding_window == 4096
+    assert parse_config({**values, "sliding_window": None}).sliding_window is None
     del values["model_type"]
     named = {**values, "architectures": ["MistralForCausalLM"]}
-    assert LlamaConfig.from_dict(named).sliding_window == 4096
+    assert parse_config(named).sliding_window == 4096
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_window_of_qwen3_is_that_of_transformers(changes, window):
     values = {**BASE, "model_type": "qwen3", "num_key_value_heads": 2, **changes}
     theirs = require("transformers").AutoConfig.for_model(**values)
     assert ("sliding_attention" in theirs.layer_types) == (window is not None)
-    assert LlamaConfig.from_dict(values).sliding_window == window
+    assert parse_config(values).sliding_window == window
 
 
 @pytest.mark.parametrize(
@@ -285,9 +286,9 @@ def test_window_of_qwen3_of_the_wrong_type(tmp_path, changes, words):
 def test_the_class_tells_the_family_where_model_type_does_not():
     values = {key: value for key, value in BASE.items() if key != "model_type"}
     values |= {"num_key_value_heads": 2, "architectures": ["Qwen3ForCausalLM"]}
-    assert LlamaConfig.from_dict(values).qk_norm
+    assert parse_config(values).qk_norm
     values["architectures"] = ["LLaMAForCausalLM"]  # as the first conversions wrote it
-    assert not LlamaConfig.from_dict(values).qk_norm
+    assert not parse_config(values).qk_norm
 
 
 # Token ids and dtype
@@ -296,7 +297,7 @@ def test_the_class_tells_the_family_where_model_type_does_not():
 @pytest.mark.parametrize("value", [1, None, -1, 1.0, "<s>", [1, 2]])
 def test_the_bos_of_the_config_is_not_read(value):
     """Where a BOS goes is the tokenizer's to say."""
-    assert LlamaConfig.from_dict({**BASE, "bos_token_id": value}) == LlamaConfig.from_dict(BASE)
+    assert parse_config({**BASE, "bos_token_id": value}) == parse_config(BASE)
     assert "bos_token_id" not in {field.name for field in dataclasses.fields(LlamaConfig)}
 
 
@@ -305,7 +306,7 @@ def test_the_bos_of_the_config_is_not_read(value):
     [(2, (2,)), ([128001, 128008], (128001, 128008)), ([], ()), (0, (0,)), (-1, ()), (None, ())],
 )
 def test_eos_is_an_id_a_list_or_nothing(value, ids):
-    assert LlamaConfig.from_dict({**BASE, "eos_token_id": value}).eos_token_id == ids
+    assert parse_config({**BASE, "eos_token_id": value}).eos_token_id == ids
 
 
 def test_stop_ids_of_the_generation_config(tmp_path):
@@ -321,7 +322,7 @@ def test_stop_ids_of_the_generation_config(tmp_path):
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16"])
 def test_both_names_of_the_dtype(key, value):
-    assert LlamaConfig.from_dict({**BASE, key: value}).dtype == "bfloat16"
+    assert parse_config({**BASE, key: value}).dtype == "bfloat16"
 
 
 # RoPE
@@ -387,7 +388,7 @@ STYLES: list[tuple[str, dict[str, Any], RopeConfig]] = [
     ("values", "rope"), [style[1:] for style in STYLES], ids=[s[0] for s in STYLES]
 )
 def test_every_layout_of_rope_gives_the_frequencies_of_transformers(values, rope):
-    config = LlamaConfig.from_dict({**BASE, "head_dim": 64, **values})
+    config = parse_config({**BASE, "head_dim": 64, **values})
     assert config.rope == rope
     transformers = require("transformers")
     theirs = transformers.LlamaConfig(**{**BASE, "head_dim": 64}, max_position_embeddings=131072)
@@ -403,7 +404,7 @@ def test_every_layout_of_rope_gives_the_frequencies_of_transformers(values, rope
 
 
 def test_a_theta_beyond_64_bits():
-    config = LlamaConfig.from_dict({**BASE, "rope_theta": 10**20, "rms_norm_eps": 1})
+    config = parse_config({**BASE, "rope_theta": 10**20, "rms_norm_eps": 1})
     assert inverse_frequencies(config.rope, 8).tolist() == pytest.approx([1, 1e-5, 1e-10, 1e-15])
     assert type(config.rms_norm_eps) is float
 
@@ -531,7 +532,7 @@ def test_blocks_without_rotary_positions_are_refused(tmp_path, changes):
 
 def test_all_blocks_with_rotary_positions_are_fine():
     values = {**BASE, "no_rope_layers": [1, 1], "no_rope_layer_interval": 4}
-    assert LlamaConfig.from_dict(values) == LlamaConfig.from_dict(BASE)
+    assert parse_config(values) == parse_config(BASE)
 
 
 # Shapes that follow
@@ -548,7 +549,7 @@ def test_explicit_head_dim():
         "head_dim": 128,
     }
     with torch.device("meta"):
-        attention = Llama(LlamaConfig.from_dict(values)).blocks[0].attention
+        attention = Llama(parse_config(values)).blocks[0].attention
     assert attention.q_proj.weight.shape == (2048, 1024)
     assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (1024, 1024)
     assert attention.o_proj.weight.shape == (1024, 2048)
@@ -557,7 +558,7 @@ def test_explicit_head_dim():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameter_count_is_that_of_the_model(name):
-    config = LlamaConfig.from_dict(SHAPES[name])
+    config = parse_config(SHAPES[name])
     with torch.device("meta"):
         model = Llama(config)
     # parameters() gives a tied head once.
@@ -643,4 +644,4 @@ def test_open_vocabulary_without_a_checkpoint():
     with pytest.raises(
         ValueError, match=r"write the number of rows of tok_embeddings\.weight in its place"
     ):
-        LlamaConfig.from_dict({**META, "vocab_size": -1})
+        parse_config({**META, "vocab_size": -1})

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llama_mini import LlamaConfig, generate, load_model, load_tokenizer
+from llama_mini import generate, load_model, load_tokenizer
+from llama_mini.checkpoint import read_config
 from tests.support.fixtures import draw_tokens, require, strengthen
 from tests.support.tokenizers import train_sentencepiece
 
@@ -407,8 +408,8 @@ def test_family_as_the_hub_has_it(written, family, tmp_path):
     weights = written(family) / "model.safetensors"
     (tmp_path / "model.safetensors").symlink_to(weights)
     (tmp_path / "config.json").write_text(json.dumps(HUB[family]))
-    config = LlamaConfig.from_checkpoint(tmp_path)
-    assert config.rope == LlamaConfig.from_checkpoint(written(family)).rope
+    config = read_config(tmp_path)
+    assert config.rope == read_config(written(family)).rope
     assert config.tie_word_embeddings == HUB[family].get("tie_word_embeddings", False)
     for dtype in DTYPES:
         check(tmp_path, written(family), dtype)
@@ -569,7 +570,7 @@ def test_metas_folder_from_prompt_to_text(written, tmp_path):
 
 def test_open_vocabulary_is_counted(written, tmp_path):
     write_meta(written("Llama 2"), tmp_path, META["Llama 2"])
-    assert LlamaConfig.from_checkpoint(tmp_path).vocab_size == VOCAB
+    assert read_config(tmp_path).vocab_size == VOCAB
     (tmp_path / "params.json").write_text(json.dumps({**META["Llama 2"], "vocab_size": 300}))
     with pytest.raises(ValueError, match=r"tok_embeddings\.weight \(320, 64\).*\(300, 64\)"):
         load_model(tmp_path)

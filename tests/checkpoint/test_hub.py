@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llama_mini.checkpoint.hub import SMALL_FILES, resolve
+from llama_mini.checkpoint.hub import SMALL_FILES, find
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -70,12 +70,15 @@ OFFLINE += [("owner/absent", True), ("owner/absent", False)]
 SCRIPT = """
 import json, sys, time, types
 time.sleep = lambda seconds: None  # huggingface_hub waits a second before it goes on
-sys.modules["llama_mini"] = types.ModuleType("llama_mini")
-sys.modules["llama_mini"].__path__ = ["llama_mini"]
-from llama_mini.checkpoint.hub import resolve
+for name in ("llama_mini", "llama_mini.checkpoint"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [name.replace(".", "/")]
+from llama_mini.checkpoint.hub import fetch_weights, find
 for name, weights in json.loads(sys.argv[1]):
     try:
-        folder = resolve(name, weights=weights)
+        folder, hub_id = find(name)
+        if weights:
+            fetch_weights(hub_id, folder)
         files = {str(f.relative_to(folder)): f.stat().st_size for f in folder.rglob("*.*")}
         result = {"folder": str(folder), "files": files}
     except (ValueError, FileNotFoundError) as error:
@@ -315,8 +318,8 @@ def test_folder_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("owner/name", "./owner/name", Path("owner/name"), tmp_path / "owner" / "name"):
-        assert resolve(name) == Path(name)
-    assert resolve("~/owner/name") == tmp_path / "owner" / "name"
+        assert find(name) == (Path(name), None)
+    assert find("~/owner/name") == (tmp_path / "owner" / "name", None)
 
 
 @pytest.mark.usefixtures("no_hub")
@@ -345,7 +348,7 @@ def test_missing_folder_is_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights").mkdir()
     with pytest.raises(FileNotFoundError, match="folder") as caught:
-        resolve(name)
+        find(name)
     assert repr(str(name)) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -355,4 +358,4 @@ def test_file_is_not_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(ValueError, match=r"model\.safetensors is a file: name the folder"):
-        resolve(str(file))
+        find(str(file))

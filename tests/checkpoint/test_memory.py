@@ -10,9 +10,8 @@ import torch
 import generate as cli
 from llama_mini import KVCache, generate, load_model, load_tokenizer
 from llama_mini.cache import cache_bytes
-from llama_mini.checkpoint import memory
+from llama_mini.checkpoint import Checkpoint, memory, open_checkpoint
 from llama_mini.checkpoint.memory import bytes_at_hand, require_memory
-from llama_mini.checkpoint.weights import open_checkpoint
 from llama_mini.cli import run_command
 from llama_mini.inspect import __main__ as inspect
 from tests.support.processes import Fork, damaged
@@ -73,7 +72,8 @@ def test_weights_cache_and_logits_are_counted(checkpoint, monkeypatch):
 
 
 def test_metas_queries_and_keys_are_put_in_order_and_so_copied(checkpoint, monkeypatch):
-    as_metas = open_checkpoint(checkpoint)._replace(table=memory.META)
+    monkeypatch.setattr(Checkpoint, "reorders", True)
+    as_metas = open_checkpoint(checkpoint)
     at_hand(monkeypatch, 0)
     with pytest.raises(ValueError, match=f"weights {2 * 2 * (32 * 32 + 16 * 32):,}, "):
         require_memory(as_metas, CPU, torch.bfloat16, 1)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_mini import LlamaConfig, load_model
-from llama_mini.checkpoint.refusals import FAMILIES, HARMLESS, ONLY, OTHER_FAMILIES, USED
-from llama_mini.config import FAMILY_DEFAULTS
+from llama_mini import load_model
+from llama_mini.checkpoint import parse_config
+from llama_mini.checkpoint.hub import SMALL_FILES
+from llama_mini.checkpoint.refusals import HARMLESS, ONLY, OTHER_FAMILIES, ROPELESS
+from llama_mini.placements import FAMILIES
 from tests.support.fixtures import require
 
 LLAMA: dict[str, Any] = {
@@ -259,11 +261,11 @@ def test_every_other_family_of_transformers_is_refused():
             with pytest.raises(
                 ValueError, match=r"model_type is '.*supported: llama, mistral, qwen3$"
             ):
-                LlamaConfig.from_dict(values)
-        if model_class not in FAMILIES.values():
+                parse_config(values)
+        if model_class not in {family.architecture for family in FAMILIES.values()}:
             values = {**LLAMA, "model_type": None, "architectures": [model_class]}
             with pytest.raises(ValueError, match=r"architectures is \['.*'\]; supported: LlamaFor"):
-                LlamaConfig.from_dict(values)
+                parse_config(values)
 
 
 # Keys
@@ -317,9 +319,9 @@ def test_a_key_that_asks_for_something_else_is_refused_by_name(tmp_path, key):
     only, needs = ONLY[key]
     assert f"{key} is {WRONG[key]!r}: that would take {needs}, which is not supported" in message
     # The value that is built in is taken, and so is null.
-    plain = LlamaConfig.from_dict(LLAMA)
-    assert LlamaConfig.from_dict({**LLAMA, key: only}) == plain
-    assert LlamaConfig.from_dict({**LLAMA, key: None}) == plain
+    plain = parse_config(LLAMA)
+    assert parse_config({**LLAMA, key: only}) == plain
+    assert parse_config({**LLAMA, key: None}) == plain
 
 
 @pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
@@ -339,15 +341,15 @@ def test_an_unknown_key_is_refused_by_name_and_value(tmp_path):
 @pytest.mark.parametrize("key", sorted(HARMLESS))
 def test_a_harmless_key_changes_nothing(key):
     for value in (True, 7, "text", [1], {"a": 1}):
-        assert LlamaConfig.from_dict({**LLAMA, key: value}) == LlamaConfig.from_dict(LLAMA)
+        assert parse_config({**LLAMA, key: value}) == parse_config(LLAMA)
 
 
 def test_a_key_has_one_meaning():
-    assert not USED & HARMLESS
-    assert not USED & ONLY.keys()
+    for family in FAMILIES.values():
+        assert not (family.keys | ROPELESS) & HARMLESS
+        assert not (family.keys | ROPELESS) & ONLY.keys()
     assert not HARMLESS & ONLY.keys()
     assert not FAMILIES.keys() & OTHER_FAMILIES.keys()
-    assert FAMILIES.keys() == FAMILY_DEFAULTS.keys()
     assert ONLY.keys() == WRONG.keys()
 
 
@@ -359,7 +361,7 @@ def test_no_key_that_transformers_writes_is_unknown(family):
         key: LLAMA[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     }
     values = transformers.AutoConfig.for_model(family, **shape).to_dict()
-    assert LlamaConfig.from_dict(values).num_hidden_layers == values["num_hidden_layers"]
+    assert parse_config(values).num_hidden_layers == values["num_hidden_layers"]
 
 
 # Tensors
@@ -411,15 +413,15 @@ def test_tensors_of_other_families_under_the_name_of_llama(tmp_path, names, word
 def test_what_is_refused_is_not_fetched(tmp_path, monkeypatch):
     asked = []
 
-    def resolve(name: str, weights: bool = True) -> Path:
-        asked.append((name, weights))
+    def fetch(hub_id: str, files: list[str], commit: str | None = None) -> Path:
+        asked.extend(files)
         return tmp_path
 
-    monkeypatch.setattr("llama_mini.checkpoint.weights.resolve", resolve)
+    monkeypatch.setattr("llama_mini.checkpoint.hub._fetch", fetch)
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **FAMILY["Qwen2"][0]}))
     with pytest.raises(ValueError, match=r"model_type is 'qwen2'"):
         load_model("owner/name")
-    assert asked == [("owner/name", False)]
+    assert asked == SMALL_FILES
 
 
 def test_the_command_says_it_in_one_line(tmp_path, capsys):

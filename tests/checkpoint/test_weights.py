@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llama_mini import Llama, LlamaConfig, load_model
-from llama_mini.checkpoint.weights import HUGGING_FACE, META, translate
+from llama_mini import Llama, load_model
+from llama_mini.checkpoint import parse_config
+from llama_mini.checkpoint.names import HUGGING_FACE, META, translate
 from tests.support.fixtures import strengthen
 
 CONFIG: dict[str, Any] = {
@@ -31,7 +32,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 def tensors(**changes: Any) -> dict[str, Tensor]:
     """The tensors of a model of CONFIG with changes, by Hugging Face names, drawn from a fixed seed."""
-    model = Llama(LlamaConfig.from_dict({**CONFIG, **changes}))
+    model = Llama(parse_config({**CONFIG, **changes}))
     strengthen(model, seed=0)
     named = {translate(name, HUGGING_FACE): weight for name, weight in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -245,8 +246,8 @@ def test_a_tensor_that_the_index_leaves_out(tmp_path):
         ("{}", "has no weight_map"),
         ('{"weight_map": null}', "has no weight_map"),
         ('{"weight_map": []}', "has no weight_map"),
-        ('{"weight_map": {"a": 1}}', "has no weight_map"),
-        ('{"weight_map": {}}', "holds no tensors"),
+        ('{"weight_map": {"a": 1}}', "names 1, which is not"),
+        ('{"weight_map": {}}', "has no weight_map"),
         ("[]", "must hold a JSON object"),
         ("", "cannot be read as JSON"),
         (
@@ -254,10 +255,10 @@ def test_a_tensor_that_the_index_leaves_out(tmp_path):
             "names '../model.safetensors', which is not",
         ),
         ('{"weight_map": {"a": "/etc/passwd"}}', "names '/etc/passwd', which is not"),
-        ('{"weight_map": {"a": "a\\\\b"}}', "which is not the name of a file in its folder"),
+        ('{"weight_map": {"a": "a\\\\b"}}', "which is not a safetensors file beside it"),
         ('{"weight_map": {"a": ".."}}', "names '..', which is not"),
         ('{"weight_map": {"a": ""}}', "names '', which is not"),
-        ('{"weight_map": {"a": "a\\u0000"}}', "which is not the name of a file in its folder"),
+        ('{"weight_map": {"a": "a\\u0000"}}', "which is not a safetensors file beside it"),
     ],
 )
 def test_a_damaged_index(tmp_path, index, words):
@@ -452,7 +453,7 @@ def test_sizes_that_no_memory_holds(tmp_path, key):
 def test_a_table_without_its_own_names_would_not_do():
     """The tables translate every parameter of a model there and back."""
     with torch.device("meta"):
-        names = Llama(LlamaConfig.from_dict({**CONFIG, "model_type": "qwen3"})).state_dict()
+        names = Llama(parse_config({**CONFIG, "model_type": "qwen3"})).state_dict()
     for name in names:
         theirs = translate(name, HUGGING_FACE)
         assert theirs is not None
@@ -600,7 +601,7 @@ def test_a_load_never_holds_two_copies(tmp_path, stored):
         "num_key_value_heads": 4,
     }
     with torch.device("meta"):
-        model = Llama(LlamaConfig.from_dict({**CONFIG, **shape}))
+        model = Llama(parse_config({**CONFIG, **shape}))
     dtype = getattr(torch, stored)
     weights = {
         translate(name, HUGGING_FACE): torch.full(weight.shape, 0.5, dtype=dtype)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llama_mini import Llama, LlamaConfig, load_model, load_tokenizer
-from llama_mini.checkpoint.weights import HUGGING_FACE, translate
+from llama_mini import Llama, load_model, load_tokenizer
+from llama_mini.checkpoint import parse_config
+from llama_mini.checkpoint.names import HUGGING_FACE, translate
 from llama_mini.inspect.__main__ import main
 from llama_mini.inspect.norm_report import norm_rows, norms_of, outcomes
 from llama_mini.inspect.picture import plot
@@ -117,7 +118,7 @@ def test_outcomes_are_those_of_transformers_without_the_norm(pair):
 
 @pytest.fixture
 def model() -> Llama:
-    model = Llama(LlamaConfig.from_dict(SHAPES["qwen3"])).eval()
+    model = Llama(parse_config(SHAPES["qwen3"])).eval()
     strengthen(model, seed=0)
     return model
 
@@ -150,14 +151,14 @@ def test_the_model_is_left_as_it_was(model):
 
 
 def test_a_layer_norm_model_has_its_report_too():
-    model = Llama(LlamaConfig.from_dict(BASE), norm=nn.LayerNorm).eval()
+    model = Llama(parse_config(BASE), norm=nn.LayerNorm).eval()
     rows = norm_rows(model, draw_tokens((2, 4), seed=0))
     assert [row.name for row in rows] == list(norms_of(model))
     assert rows[0].after == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_stream_of_zeros_divides_by_nothing():
-    model = Llama(LlamaConfig.from_dict(BASE)).eval()
+    model = Llama(parse_config(BASE)).eval()
     model.embed.weight.data.zero_()
     for row in norm_rows(model, draw_tokens((1, 4), seed=0)):
         assert (row.before, row.mean_share, row.delta_share or 0.0) == (0.0, 0.0, 0.0)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llama_mini import Llama, LlamaConfig, RMSNorm, load_model, load_tokenizer, record
+from llama_mini import Llama, RMSNorm, load_model, load_tokenizer, record
+from llama_mini.checkpoint import parse_config
 from llama_mini.model import Block
 from tests.support.fixtures import BASE, SHAPES, SHIPPED, draw_tokens, strengthen
 
@@ -69,7 +70,7 @@ def test_a_float32_weight_does_not_widen_the_output(dtype):
 
 @pytest.mark.parametrize(("eps", "expected"), [(1e-5, 0.3015), (1e-6, 0.7071)])
 def test_eps_is_inside_the_root_and_comes_from_the_file(eps, expected):
-    config = LlamaConfig.from_dict({**BASE, "rms_norm_eps": eps})
+    config = parse_config({**BASE, "rms_norm_eps": eps})
     norms = [module for module in Llama(config).modules() if isinstance(module, RMSNorm)]
     x = torch.full((BASE["hidden_size"],), 1e-3)
     for norm in norms:
@@ -79,7 +80,7 @@ def test_eps_is_inside_the_root_and_comes_from_the_file(eps, expected):
 @pytest.mark.parametrize("given", [{}, {"rms_norm_eps": None}], ids=["left out", "null"])
 def test_eps_left_out_is_one_millionth(given):
     values = {key: value for key, value in BASE.items() if key != "rms_norm_eps"}
-    assert LlamaConfig.from_dict({**values, **given}).rms_norm_eps == 1e-6
+    assert parse_config({**values, **given}).rms_norm_eps == 1e-6
 
 
 def test_zeros_stay_zeros():
@@ -131,7 +132,7 @@ def test_without_a_mean_the_two_are_the_same():
 
 
 def random_model(shape: str) -> tuple[Llama, Tensor]:
-    model = Llama(LlamaConfig.from_dict({**SHAPES[shape], "num_hidden_layers": 3})).eval()
+    model = Llama(parse_config({**SHAPES[shape], "num_hidden_layers": 3})).eval()
     strengthen(model, seed=1)
     return model, draw_tokens((1, 12), seed=2)
 

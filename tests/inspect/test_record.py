@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llama_mini import Llama, LlamaConfig, compare, load_model, load_tokenizer, record
+from llama_mini import Llama, compare, load_model, load_tokenizer, record
+from llama_mini.checkpoint import parse_config
 from llama_mini.inspect.__main__ import main
 from llama_mini.inspect.record import load_trace, names_of, save_trace
 from tests.support.fixtures import BASE, draw_tokens, strengthen
@@ -23,7 +24,7 @@ TOKENS = draw_tokens((2, 7), seed=0)
 
 @pytest.fixture
 def model() -> Llama:
-    model = Llama(LlamaConfig.from_dict({**BASE, "head_dim": 12}))
+    model = Llama(parse_config({**BASE, "head_dim": 12}))
     strengthen(model, seed=0)
     return model.eval()
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from llama_mini import KVCache, Llama, LlamaConfig, compare, generate, stream
+from llama_mini import KVCache, Llama, compare, generate, stream
+from llama_mini.checkpoint import parse_config
 from llama_mini.model import Attend
 from llama_mini.speed import fast
 from llama_mini.speed.fast import FastLlama, RowAttend, RowLinear, StepGraph, fast_model
@@ -35,7 +36,7 @@ def quickly_compiled(monkeypatch):
 
 
 def make(name: str = "own_head_dim", **changes: object) -> Llama:
-    model = Llama(LlamaConfig.from_dict({**SHAPES[name], **changes})).eval().requires_grad_(False)
+    model = Llama(parse_config({**SHAPES[name], **changes})).eval().requires_grad_(False)
     strengthen(model, seed=3, embedding_std=1.0)
     return model
 

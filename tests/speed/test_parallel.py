@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from llama_mini import KVCache, Llama, LlamaConfig, generate, load_model
-from llama_mini.checkpoint.weights import HUGGING_FACE, META, translate
+from llama_mini import KVCache, Llama, generate, load_model
+from llama_mini.checkpoint import parse_config
+from llama_mini.checkpoint.names import HUGGING_FACE, META, translate
 from llama_mini.cli import peak_memory
 from llama_mini.speed.parallel import PLAN, Ranks, load_parallel, require_divisible, start
 
@@ -59,7 +60,7 @@ def write(folder: Path, config: dict, dtype: torch.dtype, shards: int = 1) -> No
     (folder / ("params.json" if meta else "config.json")).write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
     state = {}
-    for name, weight in Llama(LlamaConfig.from_dict(config)).state_dict().items():
+    for name, weight in Llama(parse_config(config)).state_dict().items():
         if "norm" in name:
             weight = torch.empty_like(weight).uniform_(0.5, 1.5, generator=generator)
         else:
@@ -277,12 +278,12 @@ def test_parts_cover_an_axis_once(length: int, size: int) -> None:
 )
 def test_uneven_shares_are_refused_with_numbers(change: dict, size: int, numbers: str) -> None:
     with pytest.raises(ValueError, match=numbers):
-        require_divisible(LlamaConfig.from_dict(SIZES | change), size)
+        require_divisible(parse_config(SIZES | change), size)
 
 
 @pytest.mark.parametrize("vocab_size", range(1, 40))
 def test_every_rank_of_an_allowed_number_has_a_token(vocab_size: int) -> None:
-    config = LlamaConfig.from_dict(SIZES | {"vocab_size": vocab_size})
+    config = parse_config(SIZES | {"vocab_size": vocab_size})
     for size in (1, 2, 4):
         last = Ranks(size - 1, size, CPU, 1, dist.HashStore()).own(vocab_size)
         if last.start < last.stop:

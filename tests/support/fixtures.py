@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import llama_mini.model
-from llama_mini import KVCache, Llama, LlamaConfig, RMSNorm, compare, load_model, record
+from llama_mini import KVCache, Llama, RMSNorm, compare, load_model, record
+from llama_mini.checkpoint import parse_config
 
 ACTIVATIONS = Path(__file__).resolve().parents[1] / "activations"
 SHIPPED = Path(__file__).resolve().parents[2] / "weights" / "stories"
@@ -206,7 +207,7 @@ def check_half_rope(dtype: torch.dtype) -> None:
     """Fail unless RoPE's tables are the stored ones to one rounding, and the rotation bit for bit."""
     stored = load_halves(dtype)
     for name in ("mha_untied", "linear_scaling", "llama3_scaling"):
-        rope = LlamaConfig.from_dict(SHAPES[name]).rope
+        rope = parse_config(SHAPES[name]).rope
         tables = llama_mini.model.cos_sin(rope, 16, stored["positions"], dtype)
         for kind, table in zip(("cos", "sin"), tables, strict=True):
             assert table.dtype == dtype

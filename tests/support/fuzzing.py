@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llama_mini import Llama, LlamaConfig, load_model, load_tokenizer
-from llama_mini.checkpoint.weights import HUGGING_FACE, META, inverse, translate
+from llama_mini.checkpoint import parse_config
+from llama_mini.checkpoint.names import HUGGING_FACE, META, inverse, translate
 from tests.support.fixtures import strengthen
 from tests.support.tokenizers import write_byte_level, write_llama2_json, write_sentencepiece
 
@@ -89,7 +90,7 @@ def write_folder(folder: Path, layout: str) -> Path:
     table, values = HUGGING_FACE, dict(CONFIG, tie_word_embeddings=layout == "tied")
     if layout == "meta":
         table, values = META, dict(META_CONFIG)
-    model = Llama(LlamaConfig.from_dict(values | {"vocab_size": 430}))
+    model = Llama(parse_config(values | {"vocab_size": 430}))
     strengthen(model, seed=0)
     weights = {translate(name, table): weight for name, weight in model.state_dict().items()}
     if layout == "tied":

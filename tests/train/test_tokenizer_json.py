@@ -10,6 +10,7 @@ import tokenizers
 from sentencepiece import SentencePieceProcessor
 
 from llama_mini import load_tokenizer
+from llama_mini.checkpoint import open_checkpoint
 from llama_mini.checkpoint.tokenizer import SentencePieceTokenizer, TokenSettings
 from llama_mini.train.corpus import train_tokenizer
 from llama_mini.train.tokenizer_json import tokenizer_json
@@ -94,7 +95,9 @@ def test_a_text_beyond_ascii():
 
 @pytest.mark.parametrize("special", [False, True])
 def test_either_file_gives_our_loader_the_same_ids(special):
-    own = SentencePieceTokenizer(SHIPPED / "tokenizer.model", TokenSettings(SHIPPED))
+    own = SentencePieceTokenizer(
+        SHIPPED / "tokenizer.model", TokenSettings(open_checkpoint(SHIPPED))
+    )
     loaded = load_tokenizer(SHIPPED)
     assert type(loaded) is not SentencePieceTokenizer
     for text in [*ODD, "a <s> b", "</s>", "x</s>y <unk> z"]:

@@ -1,0 +1,134 @@
+"""The files that hold a checkpoint's weights, and what their headers say."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..config import short, shown
+from .hub import INDEX
+from .names import translate
+from .untrusted import Entry, is_there, read_header, read_weight_map, said
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Tables that old files hold, and that rope.py makes.
+RECOMPUTED = re.compile(r"(model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq|rope\.freqs)")
+# Files of a training run that hold no weights.
+TRAINING = {"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"}
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies, what its file says of it, and what is wrong with it ("": nothing)."""
+
+    file: Path
+    name: str
+    entry: Entry
+    problem: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.entry.dtype
+
+
+def read_headers(folder: Path, names: dict[str, str]) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by our name, or by its own where it has none, from the headers of
+    the files that hold it; no weights are read.
+
+    `names` is a table from theirs to ours. Raises for files that are not there or cannot be read.
+    """
+    files, index = _weight_files(folder, meta="tok_embeddings" in names)
+    stored: dict[str, Stored] = {}
+    found = set()
+    for file in files:
+        for name, entry in read_header(file).items():
+            shape, dtype = entry.shape, entry.dtype
+            if RECOMPUTED.fullmatch(name):
+                continue
+            found.add((name, file.name))
+            ours, problem, says = translate(name, names), "", f"{file.name} holds {shown(name)}"
+            misplaced = bool(index) and index.get(name) != file.name
+            if ours is None and name.endswith(".bias"):
+                problem = f"{says}: biases are not supported"
+            elif dtype not in DTYPES:
+                problem = (
+                    f"{says} as {dtype}: quantised weights are not supported, their scales would be "
+                    "lost"
+                )
+            elif ours is None:
+                problem = f"{says} {short(shape)}, which is no part of this decoder"
+            elif misplaced:
+                problem = f"{says}, which the index does not name there"
+            if ours is None or (misplaced and name in index):  # that is looked for where it says
+                ours = f"{name} in {file.name}"
+            stored[ours] = Stored(file, name, entry, problem)
+    for name, file_name in index.items():
+        if (name, file_name) not in found and not RECOMPUTED.fullmatch(name):
+            problem = f"{file_name} lacks {shown(name)}, which the index names"
+            key = translate(name, names) or name
+            stored.setdefault(key, Stored(folder / file_name, name, Entry("", (), 0, 0), problem))
+    if not stored:
+        raise ValueError(f"{', '.join(map(str, files)) or folder / INDEX} holds no tensors")
+    return stored
+
+
+def _weight_files(folder: Path, meta: bool) -> tuple[list[Path], dict[str, str]]:
+    """The files that hold a checkpoint, and the index from tensors to file names where one says."""
+    one = folder / ("consolidated.00.safetensors" if meta else "model.safetensors")
+    path = folder / INDEX
+    if meta and is_there(folder / "consolidated.01.safetensors"):
+        raise ValueError(
+            f"{folder} holds a checkpoint cut for several devices (consolidated.01.safetensors): join "
+            "its consolidated files into one first"
+        )
+    if is_there(one):
+        return [one], {}
+    if meta or not is_there(path):
+        raise _no_weights(folder, one.name)
+    index = read_weight_map(path)
+    files = [folder / file for file in dict.fromkeys(index.values())]
+    try:
+        gone = [shown(file.name) for file in files if not is_there(file)]
+    except ValueError as error:
+        raise ValueError(f"{path} names a file that is none: {said(error)}") from None
+    if gone:
+        more = f" and {len(gone) - 20} more" if len(gone) > 20 else ""
+        raise FileNotFoundError(
+            f"{path} names files that are not there: {', '.join(gone[:20])}{more}"
+        )
+    return files, index
+
+
+def _no_weights(folder: Path, name: str) -> FileNotFoundError:
+    """The error for a folder without the file `name`, and what to do about what is there."""
+    there = sorted(path.name for path in folder.iterdir())
+    pickles = [
+        file
+        for file in there
+        if file.endswith((".bin", ".pth", ".pt", ".ckpt")) and file not in TRAINING
+    ]
+    if pickles:
+        way = "transformers' from_pretrained and save_pretrained convert it"
+        if name.startswith("consolidated"):
+            way = (
+                f"safetensors.torch.save_file(torch.load('{pickles[0]}', weights_only=True), "
+                f"'{name}') converts it"
+            )
+        return FileNotFoundError(
+            f"{folder} holds its weights as {pickles[0]}: loading a pickle can run code that somebody "
+            f"put into it, so only safetensors are read; where you trust the file, {way}"
+        )
+    others = [file for file in there if file.endswith((".safetensors", ".gguf"))]
+    also = f" ({', '.join(others)}: not read)" if others else ""
+    looked = "neither model.safetensors nor model.safetensors.index.json"
+    looked = f"no {name}" if name.startswith("consolidated") else looked
+    return FileNotFoundError(f"{folder} holds no weights: {looked} is there{also}")

@@ -1,0 +1,111 @@
+"""What the keys of a Hugging Face config mean that most families share."""
+
+import dataclasses
+from typing import Any
+
+from ..config import SIZES, LlamaConfig, RopeConfig, short, shown
+
+# Scalings of the rotary frequencies, and what each needs.
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+# What `shared` reads.
+SHARED = frozenset(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
+    "rope_parameters original_max_position_embeddings tie_word_embeddings eos_token_id torch_dtype "
+    "dtype model_type architectures".split()
+)
+
+
+def shared(
+    given: dict[str, Any], required: tuple[str, ...] = SIZES, **defaults: Any
+) -> dict[str, Any]:
+    """Fields of a `LlamaConfig` from the keys of a config, nulls left out.
+
+    `required`: keys that may not be left out. `defaults`: what transformers takes for others, where
+    that is not what it takes for Llama.
+    """
+    require_keys(given, required, "the config")
+    fields = {field.name for field in dataclasses.fields(LlamaConfig)}
+    plain = (fields & SHARED) - {"rope"}
+    values = defaults | {key: given[key] for key in plain if key in given}
+    values["rope"] = read_rope(given)
+    values["eos_token_id"] = token_ids("eos_token_id", given.get("eos_token_id"))
+    dtype = given.get("dtype", given.get("torch_dtype"))
+    values["dtype"] = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    return values
+
+
+def token_ids(key: str, value: Any) -> tuple[int, ...]:
+    """Token ids as configs write them: a number, a list or null; -1 in old files is none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(
+            f"{key} must be a token id, a list of token ids or null, not {short(value)}"
+        )
+    return tuple(token for token in ids if token >= 0)
+
+
+def require_keys(values: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    missing = [key for key in keys if key not in values]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+
+
+def read_rope(given: dict[str, Any]) -> RopeConfig:
+    """RoPE as transformers 5 writes it (`rope_parameters`) and as older files do (`rope_theta` and
+    `rope_scaling`).
+    """
+    ropes = [(key, given[key]) for key in ("rope_parameters", "rope_scaling") if key in given]
+    found = [_rope_fields(key, value) for key, value in ropes if value != {}]
+    rope_type = found[0]["rope_type"] if found else "default"
+    plain = ("rope_theta", "original_max_position_embeddings")[: 1 + (rope_type == "llama3")]
+    found.append({key: given[key] for key in plain if key in given})
+    fields: dict[str, Any] = {}
+    for part in found:
+        for key, value in part.items():
+            if key in fields and fields[key] != value:
+                raise ValueError(
+                    f"two different {key} in one config: {short(fields[key])} and {short(value)}"
+                )
+            fields[key] = value
+    require_keys(fields, ROPE_KEYS[rope_type], f"RoPE scaling {rope_type!r}")
+    return RopeConfig(**fields)
+
+
+def _rope_fields(key: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ValueError(f"{key} must be a JSON object, not {short(values)}")
+    fields = {name: value for name, value in values.items() if value is not None}
+    names = {
+        fields.pop(name) for name in ("type", "rope_type") if isinstance(fields.get(name), str)
+    }
+    if len(names) > 1:
+        raise ValueError(f"{key} names two types: {shown(', '.join(sorted(names)))}")
+    rope_type = names.pop() if names else "default"
+    if rope_type not in ROPE_KEYS:
+        raise ValueError(
+            f"{key} asks for {short(rope_type)} RoPE scaling, which is not supported; supported: "
+            f"{', '.join(ROPE_KEYS)}"
+        )
+    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{key}: partial_rotary_factor other than 1 is not supported")
+    for name, value in fields.items():
+        if name != "rope_theta" and name not in ROPE_KEYS[rope_type]:
+            raise ValueError(
+                f"{key}: {shown(name)} is {short(value)}: this key is not known for rope_type {rope_type!r}"
+            )
+    return {**fields, "rope_type": rope_type}
+
+
+def read_layer_types(given: dict[str, Any]) -> list[str]:
+    """Which blocks have full and which have sliding-window attention; [] where the config does not say."""
+    layers, full, sliding = given.get("layer_types", []), "full_attention", "sliding_attention"
+    if not isinstance(layers, list) or any(layer not in (full, sliding) for layer in layers):
+        raise ValueError(f"layer_types is {short(layers)}: only {full} is supported")
+    if sliding in layers and given.get("sliding_window") is None:
+        raise ValueError(f"layer_types names {sliding}, and no sliding_window says how wide")
+    return layers

@@ -1,0 +1,113 @@
+"""A checkpoint is opened once; the model has model.py's own classes, and its files stay as they are."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from llama_mini import load_model, load_tokenizer, read_config
+from llama_mini.checkpoint import open_checkpoint
+from tests.support.processes import ROOT
+
+# An audit hook cannot be taken away: a process of its own.
+COUNT = """
+import os, sys
+opened, folder = [], os.path.realpath(sys.argv[-1])
+
+def hook(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        path = os.path.realpath(os.fsdecode(arguments[0]))
+        if os.path.dirname(path) == folder:
+            opened.append(os.path.basename(path))
+
+sys.addaudithook(hook)
+import generate
+code = generate.main(sys.argv[1:])
+print("\\n" + " ".join(opened))
+sys.exit(code)
+"""
+
+
+def opens(folder: Path, *options: str) -> Counter[str]:
+    """How often one run of generate.py opens each file of the checkpoint."""
+    arguments = ["--prompt", "The fox", "--max-new-tokens", "2", *options, "--model", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return Counter(done.stdout.splitlines()[-1].split())
+
+
+def test_one_run_opens_each_file_once(checkpoint):
+    """The weights twice: once for the header, once to map them."""
+    assert opens(checkpoint, "--check") == {
+        "config.json": 1,
+        "model.safetensors": 2,
+        "tokenizer.model": 1,
+    }
+
+
+def test_one_run_with_a_chat_template_opens_each_file_once(checkpoint, tmp_path):
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
+    found = opens(tmp_path, "--chat")
+    assert found.pop("model.safetensors") == 2
+    assert found == dict.fromkeys(
+        ["config.json", "generation_config.json", "tokenizer.model", "tokenizer_config.json"], 1
+    )
+
+
+def test_an_open_checkpoint_is_handed_on(checkpoint):
+    opened = open_checkpoint(checkpoint)
+    assert open_checkpoint(opened) is opened
+    assert read_config(opened) is opened.config
+    assert read_config(opened) == read_config(checkpoint)
+    assert load_tokenizer(opened).encode("The fox") == load_tokenizer(checkpoint).encode("The fox")
+    state = load_model(checkpoint).state_dict()
+    assert all(torch.equal(w, state[name]) for name, w in load_model(opened).state_dict().items())
+
+
+def test_a_loaded_model_is_made_of_plain_linear_layers(checkpoint):
+    linears = [
+        module for module in load_model(checkpoint).modules() if hasattr(module, "in_features")
+    ]
+    assert len(linears) == 2 * 7 + 1
+    assert {type(linear) for linear in linears} == {nn.Linear}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tools_that_look_for_linear_layers_find_them(checkpoint):
+    model = load_model(checkpoint, dtype=torch.float32)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert type(quantised.blocks[0].ffn.up_proj) is not nn.Linear
+    tokens = torch.tensor([[1, 5, 9]])
+    assert quantised(tokens).shape == model(tokens).shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_training_never_writes_to_the_file(checkpoint, tmp_path, dtype):
+    """Also where the weights are mapped (bfloat16, as stored)."""
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    before = (tmp_path / "model.safetensors").read_bytes()
+    model = load_model(tmp_path, dtype=dtype)
+    assert not any(weight.requires_grad for weight in model.parameters())
+    model.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logits = model(torch.tensor([[1, 5, 9, 2]]))
+    nn.functional.cross_entropy(logits[0, :-1].float(), torch.tensor([5, 9, 2])).backward()
+    old = model.blocks[0].ffn.up_proj.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.blocks[0].ffn.up_proj.weight, old)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    again = load_model(tmp_path, dtype=dtype)
+    assert torch.equal(again.blocks[0].ffn.up_proj.weight, old)
