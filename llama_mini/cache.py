@@ -2,15 +2,12 @@
 of them; and the order in which positions see each other.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .config import LlamaConfig
-
-if TYPE_CHECKING:
-    from .model import Llama
 
 
 class BlockCache(NamedTuple):
@@ -64,8 +61,8 @@ class KVCache:
         self.length = 0
 
     @classmethod
-    def for_model(cls, model: "Llama", batch: int = 1, capacity: int = 512) -> "KVCache":
-        """A cache of a `Llama`'s own sizes, on its device and in its dtype."""
+    def for_model(cls, model: Any, batch: int = 1, capacity: int = 512) -> "KVCache":
+        """A cache of the sizes of `model`, a `Llama`, on its device and in its dtype."""
         weight = model.embed.weight
         return cls(model.config, batch, capacity, weight.device, weight.dtype)
 
