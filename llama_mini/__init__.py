@@ -15,7 +15,7 @@ if sys.argv[:1] == ["-m"]:
             signal.signal(each, lambda number, frame: os._exit(128 + number))
 
 from .cache import KVCache
-from .checkpoint import load_model, load_tokenizer, read_config
+from .checkpoint import load_model, load_tokenizer, read_config, save_model
 from .config import LlamaConfig, RopeConfig
 from .generation import generate, sample, stream
 from .inspect.record import compare, record
@@ -34,5 +34,6 @@ __all__ = [
     "read_config",
     "record",
     "sample",
+    "save_model",
     "stream",
 ]

@@ -4,6 +4,7 @@ from .chat import chat_prompt
 from .configs import parse_config
 from .memory import require_memory
 from .opening import Checkpoint, open_checkpoint, read_config
+from .saving import save_model
 from .tokenizer import load_tokenizer
 from .weights import check_weights, load_model
 
@@ -17,4 +18,5 @@ __all__ = [
     "parse_config",
     "read_config",
     "require_memory",
+    "save_model",
 ]

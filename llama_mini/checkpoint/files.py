@@ -31,3 +31,11 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise OSError(f"{path} cannot be written: {reason}") from error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    replace(path, lambda temporary: temporary.write_bytes(data))
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
