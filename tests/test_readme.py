@@ -30,7 +30,7 @@ def test_options_of_the_commands_exist():
             ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"): p
             for p in (ROOT / "llama_mini").rglob("*.py")
         },
-        "llama_mini.train": ROOT / "llama_mini" / "train" / "loop.py",
+        "llama_mini.train": ROOT / "llama_mini" / "train" / "__main__.py",
     }
     commands = re.findall(r"python (?:-m (llama_mini[.\w]+)|(generate\.py))([^\n#`]*)", README)
     assert commands

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint import load_model, load_tokenizer
+from ..checkpoint import check_weights, load_model, load_tokenizer, open_checkpoint
 from ..model import Llama
 from .corpus import IGNORED, Window, collate, cut, windows
 
@@ -28,8 +28,12 @@ def evaluate(model: Llama, data: Sequence[Window]) -> float:
 
 
 def evaluate_folder(folder: Path, held: Sequence[str]) -> tuple[float, float]:
-    """Held-out loss of a checkpoint in float32: nats per character, nats per token."""
-    model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
+    """Held-out loss of a checkpoint in float32: nats per character, nats per token. A `ValueError` for
+    weights that are NaN or infinite.
+    """
+    checkpoint = open_checkpoint(folder)
+    model, tokenizer = load_model(checkpoint, dtype=torch.float32), load_tokenizer(checkpoint)
+    check_weights(model, checkpoint)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     if bos is None or eos is None:
         raise ValueError(f"{folder}: its tokenizer names no BOS or no EOS, which the loss needs")

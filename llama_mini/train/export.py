@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ..checkpoint import load_model, load_tokenizer
-from ..checkpoint.files import replace
-from ..checkpoint.names import HUGGING_FACE, translate
+from ..checkpoint.files import write_text
+from ..checkpoint.saving import as_json, config_values, named_tensors, write_model
 from ..generation import generate
 from ..model import Llama
-from .corpus import BOS
+from ..placements import FAMILIES
+from .corpus import BOS, EOS
 from .evaluation import evaluate_folder
 from .tokenizer_json import tokenizer_json
 
@@ -75,18 +75,9 @@ From the BOS alone at temperature 0.8, seed {seed}, the first three as they came
 """
 
 
-def write_text(path: Path, text: str) -> None:
-    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def write_checkpoint(out: Path, model: Llama, config: dict[str, Any], tokenizer: bytes) -> None:
-    """Everything but the card; weights in bfloat16 under Hugging Face names, a tied head once."""
-    tensors = {}
-    for name, parameter in model.named_parameters():  # a shared parameter is named once
-        theirs = translate(name, HUGGING_FACE)
-        assert theirs is not None  # the table covers every parameter of a Llama
-        tensors[theirs] = parameter.detach().to(torch.bfloat16)
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+def write_checkpoint(out: Path, model: Llama, tokenizer: bytes) -> None:
+    """Everything but the card; weights in bfloat16."""
+    values = config_values(model.config, "bfloat16", BOS, EOS)
     settings = {
         # transformers takes tokenizer.json as it stands; LlamaTokenizer, there, puts no space before a
         # text that begins with one, which SentencePiece does.
@@ -99,15 +90,19 @@ def write_checkpoint(out: Path, model: Llama, config: dict[str, Any], tokenizer:
         "add_bos_token": True,
         "add_eos_token": False,
         "legacy": True,  # a space after a control token too, as the normalizer in tokenizer.json puts it
-        "model_max_length": config["max_position_embeddings"],
+        "model_max_length": model.config.max_position_embeddings,
     }
-    replace(out / "tokenizer.model", lambda path: path.write_bytes(tokenizer))
-    values = json.dumps(tokenizer_json(tokenizer), ensure_ascii=False)
-    write_text(out / "tokenizer.json", values + "\n")
-    write_text(out / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
-    write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
-    write_text(out / "generation_config.json", json.dumps(generation, indent=2) + "\n")
-    replace(out / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
+    files = {
+        "tokenizer.model": tokenizer,
+        "tokenizer.json": (
+            json.dumps(tokenizer_json(tokenizer), ensure_ascii=False) + "\n"
+        ).encode(),
+        "tokenizer_config.json": as_json(settings),
+        "generation_config.json": as_json({"bos_token_id": BOS, "eos_token_id": EOS}),
+        "config.json": as_json(values),
+    }
+    tensors = named_tensors(model, FAMILIES["llama"])
+    write_model(out, [(name, tensor.bfloat16()) for name, tensor in tensors], files)
 
 
 def write_card(

@@ -1,8 +1,11 @@
-"""A recipe and a text that train in a second."""
+"""A recipe and a text that train in a second, and reports of a training."""
 
+import os
 import random
+import signal
+from collections.abc import Callable
 
-from llama_mini.train.loop import Recipe
+from llama_mini.train.recipe import Recipe
 
 TINY = Recipe(
     vocab_size=340,
@@ -19,8 +22,6 @@ TINY = Recipe(
     batch_tokens=128,
     threads=1,
 )
-
-
 OPTIONS = [
     word
     for name, value in vars(TINY).items()
@@ -38,3 +39,17 @@ def documents(number: int) -> list[str]:
         * words.randint(0, 4)
         for _ in range(number)
     ]
+
+
+def quiet(line: str, keep: bool) -> None:
+    pass
+
+
+def stop_at(step: int) -> Callable[[str, bool], None]:
+    """A report that sends the process a Ctrl-C when a step has been reported."""
+
+    def report(line: str, keep: bool) -> None:
+        if f"step {step}/" in line:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return report
