@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from ..cli import table
 from ..model import RMSNorm
 
 NORM_SHAPES = ((576, 512), (1024, 1024), (2048, 2048), (4096, 4096))  # rows, width
@@ -54,10 +55,9 @@ def measure(
 ) -> tuple[float, float]:
     """Median time of a call and half its interquartile range, in seconds, over `seconds` or ten calls."""
     if device == "cuda" and find_spec("triton"):
-        from triton.testing import (
-            do_bench,
-        )  # CUDA events, after a warm-up, L2 cache emptied between
+        from triton.testing import do_bench
 
+        # CUDA events, after a warm-up, L2 cache emptied between.
         low, middle, high = do_bench(
             function, warmup=100, rep=int(1000 * seconds), quantiles=[0.25, 0.5, 0.75]
         )
@@ -129,20 +129,19 @@ def bench_norm(
     return results
 
 
-def table(results: Sequence[NormResult]) -> str:
+def norm_table(results: Sequence[NormResult]) -> str:
     """The results as text, and what each column holds."""
-    lines = [
-        f"{'x':<11} {'dtype':<8} {'way':<13} {'time, us':>9} {'+-':>7} {'GB/s':>7} {'of copy':>7} "
-        f"{'to two lines':>12} {'to float64':>10} {'compile, s':>10}"
-    ]
+    rows = [["x", "dtype", "way", "time, us", "+-", *[*COLUMNS][1:-1], "compile, s"]]
     for r in results:
-        compile_seconds = "" if r.compile_seconds is None else f"{r.compile_seconds:.1f}"
-        lines.append(
-            f"{f'{r.rows} x {r.width}':<11} {r.dtype:<8} {r.name:<13} {r.seconds * 1e6:>9.1f} "
-            f"{r.spread * 1e6:>7.1f} {r.rate / 1e9:>7.1f} {r.rate / r.copy_rate:>7.0%} "
-            f"{r.to_two_lines:>12.1e} {r.to_float64:>10.1e} {compile_seconds:>10}".rstrip()
+        rows.append(
+            [
+                *(f"{r.rows} x {r.width}", r.dtype, r.name),
+                *(f"{r.seconds * 1e6:.1f}", f"{r.spread * 1e6:.1f}", f"{r.rate / 1e9:.1f}"),
+                *(f"{r.rate / r.copy_rate:.0%}", f"{r.to_two_lines:.1e}", f"{r.to_float64:.1e}"),
+                "" if r.compile_seconds is None else f"{r.compile_seconds:.1f}",
+            ]
         )
-    return "\n".join([*lines, "", *(f"{name:<12} {text}" for name, text in COLUMNS.items())])
+    return table(rows, left=3) + "\n\n" + table([*COLUMNS.items()], left=2)
 
 
 def bench_norms(devices: Sequence[str]) -> list[NormResult]:

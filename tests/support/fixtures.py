@@ -113,6 +113,12 @@ def reference_model(name: str, **changes: Any) -> nn.Module:
     return model.eval()
 
 
+def random_llama(**changes: Any) -> Llama:
+    """A small model with random weights and `changes` to the keys of BASE."""
+    torch.manual_seed(0)
+    return Llama(parse_config({**BASE, **changes})).eval().requires_grad_(False)
+
+
 def draw_tokens(shape: tuple[int, int], seed: int, vocab_size: int = BASE["vocab_size"]) -> Tensor:
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
