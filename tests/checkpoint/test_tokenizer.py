@@ -353,13 +353,13 @@ def test_work_for_each_token_is_constant(loaded: dict[str, Tokenizer]) -> None:
         ids = tokenizer.encode(TEXT[0], bos=False) * 20
         decoder = tokenizer.stream_decoder()
         seen = []
-        look_up = tokenizer._bytes
-        tokenizer._bytes = lambda i, seen=seen, look_up=look_up: seen.append(i) or look_up(i)
+        look_up = tokenizer.text_bytes
+        tokenizer.text_bytes = lambda i, seen=seen, look_up=look_up: seen.append(i) or look_up(i)
         try:
             for token in ids:
                 decoder.push(token)
         finally:
-            del tokenizer._bytes
+            del tokenizer.text_bytes
         assert seen == ids
 
 
@@ -412,7 +412,7 @@ def test_literal_control_text_in_a_template(loaded: dict[str, Tokenizer], kind: 
     tokenizer = loaded[kind]
     text, token = next((t, i) for t, i in tokenizer.control.items() if t != "<unk>")
     prompt = f"{text}x{text}y"
-    ids = tokenizer.encode(prompt, bos=False, special=True, literal=[len(text) + 1])
+    ids = tokenizer.encode(prompt, bos=False, special=True, literal=[(len(text) + 1, len(text) + 2)])
     assert ids.count(token) == 1
     assert ids[0] == token
     space = " " if kind == "llama2" else ""  # that file puts one after every control token's text
