@@ -19,7 +19,10 @@ SMALL_FILES = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/default.jinja",
 ]
 INDEX = "model.safetensors.index.json"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import short
-from .token_settings import AddedToken, TokenSettings
+from .token_settings import BESIDE, AddedToken, TokenSettings
 from .tokenizer_base import Span, Tokenizer
 from .tokenizer_file import can_panic, panics, require_processor, require_supported
 
@@ -38,7 +38,7 @@ class JsonTokenizer(Tokenizer):
         import tokenizers
 
         require_supported(path, values)
-        self._path, self._expect_panics = path, can_panic(values)
+        self.path, self._expect_panics = path, can_panic(values)
         with panics(path, "is not a tokenizer.json"):
             model = tokenizers.Tokenizer.from_str(json.dumps(values))
         model.no_truncation()
@@ -49,7 +49,7 @@ class JsonTokenizer(Tokenizer):
         self._require_ids(model, own, "its added_tokens")
         self._add_tokens(model, settings)
         beside = {token.content: token_id for token_id, token in settings.added.items()}
-        self._require_ids(model, beside, "the files beside it")
+        self._require_ids(model, beside, BESIDE)
         added = model.get_added_tokens_decoder()
         self.named = dict(settings.named)
         self.control = {
@@ -58,7 +58,9 @@ class JsonTokenizer(Tokenizer):
             if token.special or token.content in settings.special
         }
         control = self.control.keys()
-        self._added = {i: b"" if t.content in control else t.content.encode() for i, t in added.items()}
+        self._added = {
+            i: b"" if t.content in control else t.content.encode() for i, t in added.items()
+        }
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         # One finds the control tokens of a text, the other reads them as text. Nothing is set in either
         # from here on, so threads can share them.
@@ -85,9 +87,7 @@ class JsonTokenizer(Tokenizer):
         new += [token for text, token in settings.special.items() if text not in there]
         model.add_tokens([_library_token(token) for token in new])
 
-    def _require_ids(
-        self, model: "tokenizers.Tokenizer", ids: dict[str, int], who: str
-    ) -> None:
+    def _require_ids(self, model: "tokenizers.Tokenizer", ids: dict[str, int], who: str) -> None:
         """Raise a ValueError for an added token whose id the library cannot give: another piece has it,
         or the ids before it are not all there.
         """
@@ -96,7 +96,7 @@ class JsonTokenizer(Tokenizer):
             if found != token_id or taken != text:
                 there = f", which is {short(taken)} there" if taken not in (None, text) else ""
                 raise ValueError(
-                    f"{self._path} gives {short(text)} the id {found}, {who} give {token_id}{there}: "
+                    f"{self.path} gives {short(text)} the id {found}, {who} give {token_id}{there}: "
                     "take all of them from one place"
                 )
 
@@ -116,7 +116,7 @@ class JsonTokenizer(Tokenizer):
 
     def _read_prefix(self, settings: TokenSettings) -> None:
         """What stands before a text, and so may be its BOS, whose name no file has to give."""
-        model, path = self._finding, self._path
+        model, path = self._finding, self.path
         with panics(path, "does not encode a text"):
             probe = model.encode("a")
         mask = probe.special_tokens_mask
@@ -150,19 +150,19 @@ class JsonTokenizer(Tokenizer):
                     self.strip_space = True
                 case _:
                     raise ValueError(
-                        f"{self._path}: decoder step {short(step)} is not supported; ByteLevel, "
+                        f"{self.path}: decoder step {short(step)} is not supported; ByteLevel, "
                         "Metaspace, ByteFallback, Fuse, Replace and a Strip of one leading space are"
                     )
         order = "".join(f"{step['type']} " for step in steps)
         if not re.fullmatch(DECODER, order):
             raise ValueError(
-                f"{self._path}: the decoder's steps {short(order.strip())} are not supported in that "
+                f"{self.path}: the decoder's steps {short(order.strip())} are not supported in that "
                 "order; Replace, ByteFallback, Fuse, Strip are"
             )
 
     def _encode(self, text: str, special: bool) -> tuple[list[int], list[Span]]:
         model = self._finding if special else self._plain
-        with panics(self._path, "does not encode this text", self._expect_panics):
+        with panics(self.path, "does not encode this text", self._expect_panics):
             encoding = model.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 

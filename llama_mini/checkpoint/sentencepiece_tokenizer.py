@@ -7,13 +7,13 @@ from functools import cached_property
 from pathlib import Path
 
 from ..config import short
-from .token_settings import AddedToken, TokenSettings
+from .token_settings import BESIDE, AddedToken, TokenSettings
 from .tokenizer_base import Span, Tokenizer
 from .tokenizer_file import read_file
 from .untrusted import said
 
-# Later fields of a protobuf overrule earlier ones. Of normalizer_spec (field 3): 2 is the map of characters,
-# 3 add_dummy_prefix, 4 remove_extra_whitespaces, 5 escape_whitespaces.
+# Later fields of a protobuf overrule earlier ones. Of normalizer_spec (field 3): 2 is the map of
+# characters, 3 add_dummy_prefix, 4 remove_extra_whitespaces, 5 escape_whitespaces.
 MAPS_ONLY = b"\x1a\x06\x18\x00\x20\x00\x28\x00"
 PIECES_ONLY = b"\x1a\x06\x12\x00\x18\x00\x20\x00"
 
@@ -53,7 +53,7 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{path} makes {short(one)} of 'a': spaces behind a word and other settings of its "
                 "normalizer are not supported"
             )
-        self._path, self._pieces = path, pieces
+        self.path, self._pieces = path, pieces
         self.strip_space = one == " a" if settings.prefix_space is None else settings.prefix_space
         self._single_spaces = two.strip().count(" ") == 1
         self._legacy = bool(settings.legacy)
@@ -65,7 +65,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.control |= {text: ids[text] for text in [*self.named.values(), *settings.special]}
         self.vocab_size = max([size - 1, *self._added]) + 1
         self._prefix = [] if settings.add_bos is False or self.bos_id is None else [self.bos_id]
-        flags = {token.content: token for token in (*settings.special.values(), *settings.added.values())}
+        flags = {
+            token.content: token for token in (*settings.special.values(), *settings.added.values())
+        }
         plain = set(self._added.values()) - self.control.keys()
         self._plain = Finder({text: ids[text] for text in sorted(plain)}, flags)
         self._all = Finder({text: ids[text] for text in sorted(plain | self.control.keys())}, flags)
@@ -75,15 +77,14 @@ class SentencePieceTokenizer(Tokenizer):
 
         Raises a ValueError for a token that would take the id of a piece, or have two.
         """
-        added = {}
+        added, pieces = {}, dict(enumerate(self._pieces))
         for token_id, token in settings.added.items():
-            text, there = token.content, ids.get(token.content, token_id)
-            if there != token_id or (token_id < len(self._pieces) and text not in ids):
-                other = self._pieces[token_id] if token_id < len(self._pieces) else "no piece"
+            text, taken = token.content, pieces.get(token_id)
+            if ids.get(text, token_id) != token_id or taken not in (None, text):
+                there = short(taken) if taken is not None else f"not the {ids[text]} that it has"
                 raise ValueError(
-                    f"{self._path}: the files beside it give {short(text)} the id {token_id}, which is "
-                    f"{short(other)} there{f' ({short(text)} has {there})' if text in ids else ''}: take "
-                    "all of them from one place"
+                    f"{self.path}: {BESIDE} give {short(text)} the id {token_id}, which is {there} there: "
+                    "take all of them from one place"
                 )
             if text not in ids:
                 added[token_id] = text
@@ -123,7 +124,7 @@ class SentencePieceTokenizer(Tokenizer):
                 text = " " + text
             return self._model.encode(text)
         except (RuntimeError, IndexError) as error:
-            raise ValueError(f"{self._path} does not encode this text ({said(error)})") from None
+            raise ValueError(f"{self.path} does not encode this text ({said(error)})") from None
 
     def _within(self, text: str) -> list[int]:
         return self._encode_part(text, False, False)

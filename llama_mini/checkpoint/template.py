@@ -4,32 +4,264 @@ Templates are programs from strangers. They run in jinja2's sandbox (no insides 
 changes to what they are given, ranges of at most 100000) with what transformers gives them. The
 sandbox bounds neither time nor memory ("x" * 10 ** 10 is one operation): the process does. So
 nothing of the package is imported here, which would take longer than any template.
+
+A template sees each message as it is, and the text that it writes knows which of its characters came
+from a message, whatever the template did to them (Said). What is not known to keep them apart counts as
+the message's whole, or ends the template.
 """
 
+import functools
 import json
+import re
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, NoReturn
 
 
-def render(template: str, messages: list[dict[str, str]], named: dict[str, str]) -> str:
-    """The messages as one text that ends where the reply begins; raises whatever the template does.
+class Said(str):
+    """A text of which some characters come from a message: those where `_mask` has a 1."""
+
+    _mask: bytes
+
+    def __new__(cls, text: str, mask: bytes | None = None) -> "Said":
+        self = super().__new__(cls, text)
+        self._mask = b"\1" * len(text) if mask is None else mask
+        return self
+
+    def __str__(self) -> str:
+        return self
+
+    def __add__(self, other: str) -> str:
+        return glue((self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> str:
+        return glue((other, self)) if isinstance(other, str) else NotImplemented
+
+    def __mul__(self, times: Any) -> str:
+        return Said(super().__mul__(times), self._mask * times)
+
+    __rmul__ = __mul__
+
+    def __getitem__(self, key: Any) -> str:
+        mask = self._mask[key]
+        return Said(super().__getitem__(key), mask if isinstance(mask, bytes) else bytes([mask]))
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[position] for position in range(len(self)))
+
+    def _from(self, start: int, text: str) -> str:
+        return self[start : start + len(text)]
+
+    def strip(self, *which: Any) -> str:
+        return self.lstrip(*which).rstrip(*which)
+
+    def lstrip(self, *which: Any) -> str:
+        text = super().lstrip(*which)
+        return self._from(len(self) - len(text), text)
+
+    def rstrip(self, *which: Any) -> str:
+        return self._from(0, super().rstrip(*which))
+
+    def removeprefix(self, prefix: str) -> str:
+        text = super().removeprefix(prefix)
+        return self._from(len(self) - len(text), text)
+
+    def removesuffix(self, suffix: str) -> str:
+        return self._from(0, super().removesuffix(suffix))
+
+    def _cut(self, texts: Iterable[str], gap: int | None) -> list[str]:
+        """The parts `texts`, which follow each other at a distance of `gap`, or of some spaces."""
+        parts, place = [], 0
+        for text in texts:
+            place = self.find(text, place) if gap is None else place
+            parts.append(self._from(place, text))
+            place += len(text) + (gap or 0)
+        return parts
+
+    def split(self, sep: Any = None, maxsplit: Any = -1) -> list[str]:
+        return self._cut(super().split(sep, maxsplit), None if sep is None else len(sep))
+
+    def rsplit(self, sep: Any = None, maxsplit: Any = -1) -> list[str]:
+        return self._cut(super().rsplit(sep, maxsplit), None if sep is None else len(sep))
+
+    def splitlines(self, keepends: Any = False) -> list[str]:
+        lines = zip(
+            self._cut(super().splitlines(True), 0), super().splitlines(keepends), strict=True
+        )
+        return [line[: len(text)] for line, text in lines]
+
+    def partition(self, sep: str) -> Any:
+        return tuple(self._cut(super().partition(sep), 0))
+
+    def rpartition(self, sep: str) -> Any:
+        return tuple(self._cut(super().rpartition(sep), 0))
+
+    def replace(self, old: str, new: str, count: Any = -1) -> str:
+        if not old:
+            return Said(super().replace(old, new, count))
+        return join(new, self.split(old, count))
+
+    def join(self, parts: Iterable[str]) -> str:
+        return join(self, parts)
+
+
+def _by_letter(name: str) -> Callable[[Said], str]:
+    def method(self: Said) -> str:
+        text = getattr(str, name)(self)  # of each letter it makes one or more
+        return Said(text, self._mask if len(text) == len(self) else None)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("lower", "upper", "casefold", "swapcase", "title", "capitalize"):
+    setattr(Said, _name, _by_letter(_name))
+
+
+def glue(parts: Iterable[Any]) -> str:
+    """The parts as one text, as `"".join`."""
+    texts = [part if isinstance(part, str) else str(part) for part in parts]
+    if not any(isinstance(text, Said) for text in texts):
+        return "".join(texts)
+    masks = (text._mask if isinstance(text, Said) else bytes(len(text)) for text in texts)
+    return Said("".join(texts), b"".join(masks))
+
+
+def join(between: str, parts: Iterable[str]) -> str:
+    """The parts as one text, as `between.join`."""
+    first, *others = [*parts] or [""]
+    return glue([first, *(piece for part in others for piece in (between, part))])
+
+
+def said_in(value: Any, depth: int = 4) -> list[Said]:
+    """The texts of messages in a value."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple) and depth:
+        return [text for item in value for text in said_in(item, depth - 1)]
+    return [value] if isinstance(value, Said) else []
+
+
+class Keeper:
+    """Keeps the characters of messages apart in what Python's own functions make of them."""
+
+    def __init__(self, texts: list[str]) -> None:
+        given = set().union(*texts)
+        free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in given)
+        self._opens, self._closes = next(free, ""), next(free, "")  # around what a message said
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the function returns, with the characters of messages known in it."""
+        result, texts = function(*args, **kwargs), said_in([list(args), kwargs])
+        if isinstance(result, bytes) and texts:
+            raise ValueError("it makes bytes of a message, which is not supported")
+        if not texts or not isinstance(result, str) or isinstance(result, Said):
+            return result
+        same = [text._mask for text in texts if text == result]
+        if same:
+            return Said(result, bytes(map(max, *same)) if len(same) > 1 else same[0])
+        with suppress(Exception):
+            marked = str(function(*self._marked(list(args)), **self._marked(kwargs)))
+            said = f"{self._opens}[^{self._opens}{self._closes}]*{self._closes}"
+            if re.sub(f"[{self._opens}{self._closes}]", "", marked) == result and self._closes:
+                parts = re.split(f"({said})", marked)
+                if not any(
+                    mark in part for part in parts[::2] for mark in (self._opens, self._closes)
+                ):
+                    odd = (Said(part[1:-1]) if n % 2 else part for n, part in enumerate(parts))
+                    return glue(odd)
+        if any(0 in text._mask for text in texts):
+            raise ValueError(
+                f"it gives {getattr(function, '__name__', 'a function')} a text in which a message and "
+                "its own words cannot be told apart any more"
+            )
+        return Said(result)
+
+    def _marked(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._marked(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._marked(item) for item in value)
+        if not isinstance(value, Said):
+            return value
+        return "".join(
+            self._opens + str.__getitem__(value, slice(*part.span())) + self._closes
+            if part[0][0]
+            else str.__getitem__(value, slice(*part.span()))
+            for part in re.finditer(b"\0+|\1+", value._mask)
+        )
+
+
+def render(
+    template: str, messages: list[dict[str, str]], named: dict[str, str]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The messages as one text that ends where the reply begins, and which parts of it come from their
+    contents; raises whatever the template does.
 
     `named`: bos_token, eos_token and the like.
     """
     import jinja2.ext
+    from jinja2 import nodes
+    from jinja2.runtime import LoopContext, Macro
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.visitor import NodeTransformer
+
+    keeper = Keeper([template, *named.values(), *(m["content"] for m in messages)])
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` marks a reply for training; here its body is all that counts."""
 
         tags = {"generation"}  # noqa: RUF012  the base class says so
 
-        def parse(self, parser: Any) -> jinja2.nodes.Node:
+        def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
+            return nodes.Scope(body, lineno=line)
+
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset("%")
+        concat = staticmethod(glue)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            return keeper.call(lambda left, right: left % right, (left, right), {})
+
+        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+            call = functools.partial(super().call, __context)
+            if isinstance(__obj, Macro | LoopContext):  # what they write is kept apart by glue
+                return call(__obj, *args, **kwargs)
+            owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+            if (
+                isinstance(owner, str)
+                and not isinstance(owner, Said)
+                and said_in([list(args), kwargs])
+            ):
+                if name == "join" and len(args) == 1:
+                    return join(owner, args[0])
+                if name == "replace":
+                    return Said(owner, bytes(len(owner))).replace(*args, **kwargs)
+            if isinstance(owner, Said) and name not in vars(
+                Said
+            ):  # the mask of the owner matters too
+                return keeper.call(
+                    lambda owner, *args, **kwargs: call(getattr(owner, name), *args, **kwargs),
+                    (owner, *args),
+                    kwargs,
+                )
+            return keeper.call(functools.partial(call, __obj), args, kwargs)
+
+    class Tilde(NodeTransformer):
+        """Writes `a ~ b` as a filter, since jinja2's own way is not to be changed from outside."""
+
+        def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+            self.generic_visit(node)
+            parts = nodes.List(node.nodes, lineno=node.lineno)
+            return nodes.Filter(parts, "~", [], [], None, None, lineno=node.lineno)
+
+    def written(value: Any) -> Any:
+        plain = isinstance(value, str | int | float | jinja2.Undefined) or value is None
+        return value if plain else Said(str(value))
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -38,29 +270,51 @@ def render(template: str, messages: list[dict[str, str]], named: dict[str, str])
         """jinja2's own filter escapes `<` and the like, for HTML."""
         return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    def join_filter(value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+        if attribute is not None:
+            value = environment.call_filter("map", value, kwargs={"attribute": attribute})
+        return join(d, value)
+
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+        finalize=written,
     )
     environment.filters["tojson"] = tojson
+
+    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(function)(
+            lambda *args, **kwargs: keeper.call(function, args, kwargs)
+        )
+
+    environment.filters = {name: kept(f) for name, f in environment.filters.items()}
+    environment.filters |= {"~": glue, "join": join_filter}
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    program = Tilde().visit(environment.parse(template)).set_environment(environment)
+    given = [message | {"content": Said(message["content"])} for message in messages]
     limit = 1_000_000 + 10 * sum(len(message["content"]) for message in messages)
-    text = ""
-    for part in environment.from_string(template).generate(
-        messages=messages, tools=None, documents=None, add_generation_prompt=True, **named
+    parts, length = [], 0
+    for part in environment.from_string(program).generate(
+        messages=given, tools=None, documents=None, add_generation_prompt=True, **named
     ):
-        text += part
-        if len(text) > limit:
+        parts.append(part)
+        length += len(part)
+        if length > limit:
             raise jinja2.TemplateError(f"it writes more than {limit} characters")
+    text = glue(parts)
     if not text:
         raise jinja2.TemplateError("it writes nothing")
-    return text
+    mask = text._mask if isinstance(text, Said) else b""
+    return str.__str__(text), [part.span() for part in re.finditer(b"\1+", mask)]
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
     """`render`, with whatever went wrong as text."""
     try:
-        return {"text": render(**request)}
+        text, said = render(**request)
+        return {"text": text, "said": said}
     except Exception as error:  # a template can raise anything
         return {"error": " ".join(f"{type(error).__name__}: {error}"[:1000].split())}
 
@@ -81,6 +335,6 @@ def bound(seconds: int, memory: int) -> None:
 
 if __name__ == "__main__":
     request = json.load(sys.stdin)
-    sys.path[:] = request.pop("path")
+    sys.path += request.pop("path")
     bound(request.pop("seconds"), request.pop("memory"))
     json.dump(answer(request), sys.stdout)

@@ -10,6 +10,7 @@ from .untrusted import said
 
 NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+BESIDE = f"the files beside it ({', '.join(FILES)})"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class TokenSettings:
                     raise ValueError(f"{short(token_id)} is not a token id")
                 special = text in self.special
                 self.added.setdefault(
-                    token_id, _token({"content": text, "special": special, "normalized": not special})
+                    token_id,
+                    _token({"content": text, "special": special, "normalized": not special}),
                 )
             ids: dict[str, int] = {}
             for token_id, token in self.added.items():
@@ -119,7 +121,9 @@ def _token(token: Any, special: bool = True) -> AddedToken:
     special = special if own is None else own
     return AddedToken(
         content,
-        *(bool(_flag(values, name)) for name in ("lstrip", "rstrip", "single_word")),
+        lstrip=bool(_flag(values, "lstrip")),
+        rstrip=bool(_flag(values, "rstrip")),
+        single_word=bool(_flag(values, "single_word")),
         normalized=not special if normalized is None else normalized,
         special=special,
     )

@@ -11,9 +11,11 @@ Nothing changes in a tokenizer once it is made, so threads can share one.
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 
 from ..config import short
 from .streaming import StreamDecoder
+from .token_settings import BESIDE
 
 Span = tuple[int, int]  # positions of characters, the second one excluded
 
@@ -27,6 +29,7 @@ class Tokenizer:
     token's text. `strip_space`: the encoder puts a space before a text, and the decoder takes it away.
     """
 
+    path: Path
     vocab_size: int
     named: dict[str, str]
     control: dict[str, int]
@@ -142,8 +145,8 @@ class Tokenizer:
                 break
             ids += one
         raise ValueError(
-            f"the text holds {short(text)}, which this tokenizer can only write as a control token: "
-            "leave it out"
+            f"the text holds {short(text)}, which this tokenizer can only write as a control token, as "
+            f"{self.path} and {BESIDE} say: leave it out"
         )
 
     def decode(self, ids: Iterable[int]) -> str:

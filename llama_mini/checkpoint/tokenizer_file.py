@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def panics(path: Path, what: str, expected: bool = True) -> Iterator[None]:
     `expected`: keep what a panic writes to standard error, which the library itself does, from there.
     """
     try:
-        with _stderr_kept() if expected else suppress():
+        with _stderr_kept() if expected else nullcontext():
             yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":

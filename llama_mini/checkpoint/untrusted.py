@@ -17,6 +17,7 @@ from ..config import short, shown
 
 # The largest known of the JSON files read here has 1.2 MB; parsed, one takes 30 times its size.
 JSON_BYTES = 4 * 2**20
+TOKENS_BYTES = 16 * 2**20  # where tokens are listed: 65,536 added ones make 11.6 MB
 HEADER_BYTES = 2**20  # of one file; a Llama of 405B in one file would need 0.15 MB
 
 
@@ -70,8 +71,9 @@ def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`; a `ValueError` that names it when there is none."""
     try:
-        if path.stat().st_size > JSON_BYTES:
-            raise ValueError(f"it is longer than {JSON_BYTES} bytes")
+        most = TOKENS_BYTES if "token" in path.name else JSON_BYTES
+        if path.stat().st_size > most:
+            raise ValueError(f"it is longer than {most} bytes")
         values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unambiguous)
     except (ValueError, RecursionError, OSError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {said(error)}") from None

@@ -235,7 +235,8 @@ def test_no_template(tmp_path: Path, config: dict[str, None] | None) -> None:
         ([{"name": "rag", "template": "x"}], r"\['rag'\] and none named default"),
         ([{"name": "default"}], "lists no names and templates"),
         (["x"], "lists no names and templates"),
-        ({"default": "x"}, "chat_template is dict, not text"),
+        ({"rag": "x"}, r"\['rag'\] and none named default"),
+        (7, "chat_template is int, not text"),
         ("{% for %}", "TemplateSyntaxError"),
         ("{{ raise_exception('no system\nmessage') }}", "TemplateError: no system message"),
         ("{{ nothing.at.all }}", "UndefinedError"),
@@ -303,8 +304,8 @@ def test_helpers_of_transformers() -> None:
         "{{ add_generation_prompt }} {{ tools is none }} {{ documents is none }}": "True True True",
     }
     for program, expected in cases.items():
-        assert render(Path("x"), program, messages, {"bos_token": "<s>"}) == expected
-    year = render(Path("x"), "{{ strftime_now('%Y') }}", messages, {})
+        assert render(Path("x"), program, messages, {"bos_token": "<s>"})[0] == expected
+    year, _ = render(Path("x"), "{{ strftime_now('%Y') }}", messages, {})
     assert year.isdigit()
 
 
@@ -314,7 +315,8 @@ def test_helpers_of_transformers() -> None:
 def test_a_process_of_its_own_gives_the_same_text(apart: None) -> None:
     content = "\ud800 é 😸 \x00 \x7f" * 100_000
     messages = [{"role": "user", "content": content}]
-    assert render(Path("x"), "{{ messages[0].content }}", messages, {}) == content
+    expected = (content, [(0, len(content))])
+    assert render(Path("x"), "{{ messages[0].content }}", messages, {}) == expected
     with pytest.raises(ValueError, match=r"^x: the chat template failed \(TemplateError: no\)$"):
         render(Path("x"), "{{ raise_exception('no') }}", messages, {})
 
