@@ -1,6 +1,7 @@
 """A checkpoint, opened once: its name, its config, its settings files and the headers of its weights."""
 
 import dataclasses
+import logging
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from .headers import Stored, read_headers
 from .hub import fetch_weights, find
 from .meta import META_LLAMA
 from .names import META, TIED, inverse
-from .untrusted import is_there, read_json
+from .untrusted import is_there, listed, read_json
+
+GENERATION = "generation_config.json"
+LOG = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -52,9 +56,13 @@ class Checkpoint:
         if path.name == "params.json" and values.get("vocab_size") == -1:
             values = values | {"vocab_size": self._rows_of_metas_embedding()}
         try:
-            family, config = read_keys(values)
+            family, config, unread = read_keys(values)
         except ValueError as error:
             raise ValueError(error if str(path) in str(error) else f"{path}: {error}") from None
+        if unread:
+            names = listed(unread, sorted(unread))
+            says = f"{path}: {family.architecture} does not read these, so they change nothing"
+            LOG.warning("%s: %s", says, names)
         try:
             stops = token_ids("eos_token_id", self.json(GENERATION).get("eos_token_id"))
         except ValueError as error:
@@ -96,9 +104,6 @@ class Checkpoint:
     def reorders(self) -> bool:
         """Whether q and k are copied to put their rows in order."""
         return self.family is META_LLAMA
-
-
-GENERATION = "generation_config.json"
 
 
 def open_checkpoint(source: "str | Path | Checkpoint") -> Checkpoint:

@@ -2,10 +2,12 @@
 silence.
 """
 
+import re
 from typing import Any
 
 from ..config import short
 from ..placements import FAMILIES, Family
+from ..placements.keys import unread_rope
 from .untrusted import listed
 
 # `model_type` of families that look alike, and what each would take.
@@ -32,7 +34,7 @@ OTHER_FAMILIES = {
         "scaled embeddings, a norm gain of 1 + weight, GELU in the FFN, norms behind each sublayer too, "
         "and sliding windows"
     ),
-    "gemma3n": "a norm gain of 1 + weight, GELU in the FFN, and embeddings in every block",
+    "gemma3n": "GELU in the FFN, sliding windows, and embeddings in every block",
     "glm": "biases, and rotating only a part of each head",
     "glm4": "biases, norms behind each sublayer too, and rotating only a part of each head",
     "gpt2": "LayerNorm, biases, and learned positions",
@@ -99,6 +101,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "num_local_experts": (None, "a mixture of experts"),
     "parallel_attn": (False, "attention and FFN side by side"),
     "partial_rotary_factor": (1.0, "rotating only a part of each head"),
+    "per_layer_config": (None, "blocks that differ in their sizes"),
     "pruned_heads": ({}, "heads that differ from block to block"),
     "q_lora_rank": (None, "multi-head latent attention"),
     "qk_layernorm": (False, "LayerNorm on q and k"),
@@ -115,26 +118,24 @@ ONLY: dict[str, tuple[Any, str]] = {
     "use_qk_norm": (False, "norms on q and k other than Qwen3's"),
 }
 
-# Keys that may say that a block has no rotary positions.
-ROPELESS = frozenset({"no_rope_layers", "no_rope_layer_interval"})
-
-# Keys that change nothing in a forward pass: training, bookkeeping, defaults for the generation of
-# another program.
-HARMLESS = frozenset(
-    "transformers_version _name_or_path _commit_hash auto_map use_cache initializer_range "
-    "attention_dropout hidden_dropout hidden_dropout_prob resid_pdrop gradient_checkpointing "
-    "pretraining_tp bos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id "
-    "decoder_start_token_id forced_bos_token_id forced_eos_token_id output_attentions "
-    "output_hidden_states output_scores return_dict return_dict_in_generate torchscript "
-    "use_bfloat16 chunk_size_feed_forward id2label label2id problem_type finetuning_task "
-    "task_specific_params tokenizer_class prefix is_decoder tie_encoder_decoder bad_words_ids "
-    "begin_suppress_tokens suppress_tokens do_sample early_stopping max_length min_length "
-    "temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty "
-    "repetition_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size length_penalty "
-    "num_return_sequences exponential_decay_length_penalty remove_invalid_values tf_legacy_loss "
-    "_flash_attn_2_enabled _attn_implementation _attn_implementation_autoset "
-    "attn_implementation is_llama_config transformers.js_config max_sequence_length "
-    "model_max_length unsloth_version unsloth_fixed".split()
+# Of these, the ones that say what the weights are, whichever class reads them.
+ALWAYS = frozenset(
+    "quantization_config quantization compression_config per_layer_config is_encoder_decoder".split()
+)
+# Keys that transformers' classes have for training, bookkeeping and generation: they are read, and change
+# nothing in a forward pass.
+DECLARED = frozenset(
+    "transformers_version _name_or_path name_or_path _commit_hash auto_map transformers.js_config "
+    "pad_token_id bos_token_id use_cache initializer_range attention_dropout pretraining_tp "
+    "chunk_size_feed_forward id2label label2id num_labels problem_type return_dict output_attentions "
+    "output_hidden_states attn_implementation assistant_confidence_threshold assistant_lookbehind "
+    "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
+    "encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
+    "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty "
+    "max_length min_length no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule "
+    "num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values "
+    "repetition_penalty return_dict_in_generate suppress_tokens target_lookbehind temperature top_k "
+    "top_p typical_p".split()
 )
 
 
@@ -143,10 +144,14 @@ def refuse(given: dict[str, Any], family: Family) -> None:
     done here.
     """
     for key, (only, needs) in ONLY.items():
-        if key in given and key not in family.keys and given[key] != only:
+        is_read = key in ALWAYS or family.reads is None or key in family.reads
+        if key not in given or key in family.keys or not is_read:
+            continue
+        if given[key] != only and (key, given[key]) != ("hidden_act", "swish"):  # SiLU's other name
             raise ValueError(
                 f"{key} is {short(given[key])}: that would take {needs}, which is not supported"
             )
+    # Llama's class reads neither, and would give these weights rotary positions that they never had.
     no_rope = given.get("no_rope_layers", [])
     if not isinstance(no_rope, list) or 0 in no_rope:
         raise ValueError(
@@ -157,12 +162,34 @@ def refuse(given: dict[str, Any], family: Family) -> None:
             f"no_rope_layer_interval is {short(given['no_rope_layer_interval'])}: blocks without "
             "rotary positions are not supported"
         )
-    unknown = sorted(given.keys() - family.keys - ROPELESS - HARMLESS - ONLY.keys())
-    if unknown:
+
+
+def unread(given: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The keys that transformers' class for this family does not read, with their values: they cannot
+    change what it gives.
+
+    A `ValueError` where the folder brings code of its own for the model, which may read them.
+    """
+    read = family.keys | (ONLY.keys() if family.reads is None else family.reads) | ALWAYS | DECLARED
+    keys = {key: value for key, value in given.items() if key not in read} | unread_rope(given)
+    own = _own_code(given, family)
+    if keys and own:
         raise ValueError(
-            f"{listed(given, unknown)}: not known for model_type {family.model_type}, and may "
-            "change the output; where you know that it does not, delete it"
+            f"auto_map names {short(own)}: code that came with these weights is not run here, and it "
+            f"may read what {family.architecture} does not: {listed(keys, sorted(keys))}; where you "
+            "know that it changes nothing, delete it"
         )
+    return keys
+
+
+def _own_code(given: dict[str, Any], family: Family) -> str | None:
+    """The class that a folder's own code makes the model with, where it is not the family's."""
+    names = given.get("auto_map", {})
+    name = names.get("AutoModelForCausalLM") if isinstance(names, dict) else None
+    name = name[0] if isinstance(name, list) and name else name
+    if not isinstance(name, str) or name.rpartition(".")[2] == family.architecture:
+        return None
+    return name
 
 
 def family_of(given: dict[str, Any]) -> Family:
@@ -184,9 +211,15 @@ def family_of(given: dict[str, Any]) -> Family:
             f"that would take {needs}, which is not supported" if needs else "it is not known here"
         )
         raise ValueError(f"model_type is {short(family)}: {why}; supported: {', '.join(FAMILIES)}")
-    if names and family not in classes:
-        only = FAMILIES[family].architecture
-        raise ValueError(
-            f"architectures is {short(names)}: with model_type {family}, only {only} is supported"
-        )
+    # transformers goes by model_type, and wrappers put names of their own here. A class of another family,
+    # or for something else than the next token, says that these are other weights.
+    only = FAMILIES[family].architecture
+    for name in names:
+        stem = name.lower().removesuffix("forcausallm").replace("_", "")
+        others = {other.replace("_", "") for other in OTHER_FAMILIES.keys() | FAMILIES.keys()}
+        others -= {family.replace("_", "")}
+        if stem in others or re.search(r"For(?!CausalLM|LM)[A-Z]", name):
+            raise ValueError(
+                f"architectures is {short(names)}: with model_type {family}, only {only} is supported"
+            )
     return FAMILIES[family]

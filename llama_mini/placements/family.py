@@ -18,7 +18,9 @@ class Family:
 
     `model_type`, `architecture`: its name in a config.json, and that of its class in transformers.
     `model`: makes the model of a config. `config`: reads the keys of a config.json (nulls left out,
-    except those in `nullable`); `keys` are those that it reads. `names`: our names of the modules
+    except those in `nullable`); `keys` are those that it reads. `reads`: further keys that
+    transformers' class reads and of which only the built-in value is done here; None is any that
+    refusals.py knows. `names`: our names of the modules
     that hold tensors, and the files', N for the number of a block. `split`: takes our name of a
     stored tensor, the tensor and the config, and returns the model's tensors by name, as views: the
     parts of a fused tensor, a transpose, or the tensor itself. It sees tensors on the meta device too.
@@ -31,4 +33,5 @@ class Family:
     keys: frozenset[str]
     names: dict[str, str]
     split: Split | None = None
+    reads: frozenset[str] | None = None
     nullable: frozenset[str] = frozenset()

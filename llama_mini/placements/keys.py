@@ -1,9 +1,10 @@
 """What the keys of a Hugging Face config mean that most families share."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from ..config import SIZES, LlamaConfig, RopeConfig, short, shown
+from ..config import SIZES, LlamaConfig, RopeConfig, require_positive, short, shown
 
 # Scalings of the rotary frequencies, and what each needs.
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -14,9 +15,9 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 # What `shared` reads.
 SHARED = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
-    "rope_parameters original_max_position_embeddings tie_word_embeddings eos_token_id torch_dtype "
-    "dtype model_type architectures".split()
+    "num_key_value_heads head_dim max_position_embeddings max_sequence_length rms_norm_eps "
+    "rope_theta rope_scaling rope_parameters original_max_position_embeddings tie_word_embeddings "
+    "eos_token_id torch_dtype dtype model_type architectures".split()
 )
 
 
@@ -32,7 +33,9 @@ def shared(
     fields = {field.name for field in dataclasses.fields(LlamaConfig)}
     plain = (fields & SHARED) - {"rope"}
     values = defaults | {key: given[key] for key in plain if key in given}
-    values["rope"] = read_rope(given)
+    values["rope"] = rope = read_rope(given)
+    default = values.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
+    values["max_position_embeddings"] = read_length(given, rope, default)
     values["eos_token_id"] = token_ids("eos_token_id", given.get("eos_token_id"))
     dtype = given.get("dtype", given.get("torch_dtype"))
     values["dtype"] = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
@@ -59,46 +62,89 @@ def read_rope(given: dict[str, Any]) -> RopeConfig:
     """RoPE as transformers 5 writes it (`rope_parameters`) and as older files do (`rope_theta` and
     `rope_scaling`).
     """
-    ropes = [(key, given[key]) for key in ("rope_parameters", "rope_scaling") if key in given]
-    found = [_rope_fields(key, value) for key, value in ropes if value != {}]
-    rope_type = found[0]["rope_type"] if found else "default"
+    found = list(_ropes(given))
+    rope_type = found[0][1]["rope_type"] if found else "default"
+    known = ("rope_theta", "rope_type", *ROPE_KEYS[rope_type])
+    parts = [{name: value for name, value in part.items() if name in known} for _, part in found]
     plain = ("rope_theta", "original_max_position_embeddings")[: 1 + (rope_type == "llama3")]
-    found.append({key: given[key] for key in plain if key in given})
+    parts.append({key: given[key] for key in plain if key in given})
     fields: dict[str, Any] = {}
-    for part in found:
+    for part in parts:
         for key, value in part.items():
             if key in fields and fields[key] != value:
                 raise ValueError(
                     f"two different {key} in one config: {short(fields[key])} and {short(value)}"
                 )
             fields[key] = value
+    if rope_type == "llama3" and "max_position_embeddings" in given:  # transformers' default
+        original = given["max_position_embeddings"]
+        fields.setdefault("original_max_position_embeddings", original)
     require_keys(fields, ROPE_KEYS[rope_type], f"RoPE scaling {rope_type!r}")
     return RopeConfig(**fields)
 
 
-def _rope_fields(key: str, values: Any) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise ValueError(f"{key} must be a JSON object, not {short(values)}")
-    fields = {name: value for name, value in values.items() if value is not None}
-    names = {
-        fields.pop(name) for name in ("type", "rope_type") if isinstance(fields.get(name), str)
+def unread_rope(given: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config's RoPE that its rope_type does not read, as `rope_scaling.mscale`."""
+    return {
+        f"{key}.{name}": value
+        for key, part in _ropes(given)
+        for name, value in part.items()
+        if name not in ("rope_theta", "rope_type", *ROPE_KEYS[part["rope_type"]])
     }
-    if len(names) > 1:
-        raise ValueError(f"{key} names two types: {shown(', '.join(sorted(names)))}")
-    rope_type = names.pop() if names else "default"
-    if rope_type not in ROPE_KEYS:
-        raise ValueError(
-            f"{key} asks for {short(rope_type)} RoPE scaling, which is not supported; supported: "
-            f"{', '.join(ROPE_KEYS)}"
-        )
-    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{key}: partial_rotary_factor other than 1 is not supported")
-    for name, value in fields.items():
-        if name != "rope_theta" and name not in ROPE_KEYS[rope_type]:
+
+
+def _ropes(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The RoPE of a config under each name that it goes by, checked, with its `rope_type`."""
+    for key in ("rope_parameters", "rope_scaling"):
+        values = given.get(key, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{key} must be a JSON object, not {short(values)}")
+        fields = {name: value for name, value in values.items() if value is not None}
+        if not fields:
+            continue
+        names = {fields.pop(name) for name in ("type", "rope_type") if name in _strings(fields)}
+        if len(names) > 1:
+            raise ValueError(f"{key} names two types: {shown(', '.join(sorted(names)))}")
+        rope_type = names.pop() if names else "default"
+        if rope_type not in ROPE_KEYS:
             raise ValueError(
-                f"{key}: {shown(name)} is {short(value)}: this key is not known for rope_type {rope_type!r}"
+                f"{key} asks for {short(rope_type)} RoPE scaling, which is not supported; supported: "
+                f"{', '.join(ROPE_KEYS)}"
             )
-    return {**fields, "rope_type": rope_type}
+        for name, value in fields.items():
+            # One for each kind of block; and a type that is no name, which transformers cannot read either.
+            if isinstance(value, dict) or name in ("type", "rope_type"):
+                raise ValueError(f"{key}: {shown(name)} is {short(value)}, which is not supported")
+        # The default type of Llama's class takes no notice of it, and the others rotate a part.
+        part = fields.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+        if rope_type != "default" and part != 1.0:
+            raise ValueError(
+                f"{key}: partial_rotary_factor is {short(part)}: with rope_type {rope_type!r}, "
+                "rotating only a part of each head is not supported"
+            )
+        yield key, {**fields, "rope_type": rope_type}
+
+
+def _strings(values: dict[str, Any]) -> set[str]:
+    return {name for name, value in values.items() if isinstance(value, str)}
+
+
+def read_length(given: dict[str, Any], rope: RopeConfig, default: int) -> int:
+    """The most positions that a checkpoint is made for: linear scaling multiplies what it was trained for,
+    and some files name the result themselves (vicuna-16k).
+
+    Other files name the scaled length and the factor, and get a bound that is too large: what lies
+    beyond reads worse, and nothing is refused that would work.
+    """
+    length, named = (
+        given.get("max_position_embeddings", default),
+        given.get("max_sequence_length", 1),
+    )
+    require_positive("max_position_embeddings", length, int)
+    require_positive("max_sequence_length", named, int)
+    if rope.rope_type == "linear":
+        length = max(length, int(min(length * rope.factor, 2**31 - 1)))
+    return max(length, named)
 
 
 def read_layer_types(given: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 from ..config import SIZES, LlamaConfig
 from ..model import Llama
 from .family import Family
-from .keys import SHARED, read_layer_types, shared
+from .keys import SHARED, shared
 
 # Our names and theirs, less ".weight"; N stands for the number of a block.
 NAMES = {
@@ -27,12 +27,10 @@ NAMES = {
 
 
 def _llama(given: dict[str, Any]) -> LlamaConfig:
-    read_layer_types(given)
-    return LlamaConfig(**shared(given), sliding_window=given.get("sliding_window"))
+    return LlamaConfig(**shared(given))
 
 
 def _mistral(given: dict[str, Any]) -> LlamaConfig:
-    read_layer_types(given)
     required = (*SIZES, "num_key_value_heads")  # transformers' default is 8, whatever the heads
     return LlamaConfig(
         **shared(given, required, max_position_embeddings=131072),
@@ -45,7 +43,8 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     model=Llama,
     config=_llama,
-    keys=SHARED | {"sliding_window", "layer_types"},
+    keys=SHARED,
+    reads=frozenset({"hidden_act", "attention_bias", "mlp_bias"}),
     names=NAMES,
 )
 MISTRAL = Family(
@@ -53,7 +52,8 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     model=Llama,
     config=_mistral,
-    keys=SHARED | {"sliding_window", "layer_types"},
+    keys=SHARED | {"sliding_window"},
+    reads=frozenset({"hidden_act"}),
     names=NAMES,
     nullable=frozenset({"sliding_window"}),  # null is no window, and left out is one of 4,096
 )

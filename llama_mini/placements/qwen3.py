@@ -31,5 +31,6 @@ QWEN3 = Family(
     model=Llama,
     config=_qwen3,
     keys=SHARED | {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"},
+    reads=frozenset({"hidden_act", "attention_bias"}),
     names=NAMES,
 )

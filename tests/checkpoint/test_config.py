@@ -22,6 +22,8 @@ BASE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2}
+QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 2}
 LLAMA3 = {
     "factor": 32.0,
     "low_freq_factor": 1.0,
@@ -109,11 +111,11 @@ def test_a_size_that_is_missing_or_null(tmp_path, key, null):
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings must be true or false, not 'true'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, not 1"),
-        ({"sliding_window": 0}, "sliding_window must be a positive integer"),
-        ({"sliding_window": "4096"}, "sliding_window must be a positive integer"),
-        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
-        ({"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']"),
-        ({"layer_types": ["sliding_attention"] * 2}, "no sliding_window says how wide"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window must be a positive integer"),
+        (MISTRAL | {"sliding_window": "4096"}, "sliding_window must be a positive integer"),
+        (QWEN3 | {"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
+        (QWEN3 | {"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']"),
+        (QWEN3 | {"layer_types": ["sliding_attention"] * 2}, "no sliding_window says how wide"),
         ({"eos_token_id": "2"}, "eos_token_id must be a token id"),
         ({"eos_token_id": [2, None]}, "eos_token_id must be a token id"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'"),
@@ -289,6 +291,47 @@ def test_the_class_tells_the_family_where_model_type_does_not():
     assert parse_config(values).qk_norm
     values["architectures"] = ["LLaMAForCausalLM"]  # as the first conversions wrote it
     assert not parse_config(values).qk_norm
+
+
+# Length
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 4096),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": 16384}, 16384),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 10240),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, 4096),
+        ({"rope_scaling": {"type": "linear", "factor": 1e30}}, 2**31 - 1),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, 4096),
+        ({"max_sequence_length": 8192}, 8192),
+        ({"max_sequence_length": 2048}, 4096),
+        ({"max_sequence_length": None}, 4096),
+        ({"max_position_embeddings": None}, 2048),
+        (
+            {"max_position_embeddings": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            4096,
+        ),
+    ],
+)
+def test_length_with_linear_scaling(changes, length):
+    """Times the factor, as vLLM reads it, and never less than max_sequence_length."""
+    values = {**BASE, "max_position_embeddings": 4096, **changes}
+    assert parse_config(values).max_position_embeddings == length
+
+
+def test_llama3_scaling_without_its_original_length_takes_max_position_embeddings():
+    rope = {key: value for key, value in LLAMA3.items() if not key.startswith("original")}
+    values = {
+        **BASE,
+        "max_position_embeddings": 4096,
+        "rope_scaling": {"rope_type": "llama3", **rope},
+    }
+    theirs = require("transformers").AutoConfig.for_model(**json.loads(json.dumps(values)))
+    expected = theirs.rope_parameters["original_max_position_embeddings"]
+    assert parse_config(values).rope.original_max_position_embeddings == expected == 4096
 
 
 # Token ids and dtype
@@ -474,18 +517,14 @@ def test_a_theta_beyond_64_bits():
             },
             "original_max_position_embeddings must be a positive integer",
         ),
-        (
-            {"rope_scaling": {"factor": 4.0}},
-            "factor is 4.0: this key is not known for rope_type 'default'",
-        ),
         ({"rope_scaling": {"type": 4}}, "type is 4"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale": 0.7}},
-            "rope_scaling: mscale is 0.7: this key is not known for rope_type 'linear'",
+            {"rope_scaling": {"type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
         ),
         (
-            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor",
+            {"rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor is 0.5",
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},

@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_mini import load_model
-from llama_mini.checkpoint import parse_config
+from llama_mini import LlamaConfig, load_model
+from llama_mini.checkpoint import parse_config, read_config
+from llama_mini.checkpoint.configs import read_keys
 from llama_mini.checkpoint.hub import SMALL_FILES
-from llama_mini.checkpoint.refusals import HARMLESS, ONLY, OTHER_FAMILIES, ROPELESS
+from llama_mini.checkpoint.refusals import ALWAYS, DECLARED, ONLY, OTHER_FAMILIES
 from llama_mini.placements import FAMILIES
+from llama_mini.rope import inverse_frequencies
 from tests.support.fixtures import require
 
 LLAMA: dict[str, Any] = {
@@ -296,6 +298,7 @@ WRONG = {
     "num_local_experts": 8,
     "parallel_attn": True,
     "partial_rotary_factor": 0.25,
+    "per_layer_config": {"0": {"num_attention_heads": 2}},
     "pruned_heads": {"0": [1]},
     "q_lora_rank": 1536,
     "qk_layernorm": True,
@@ -313,7 +316,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("key", ONLY)
+READ = sorted(ALWAYS | {"hidden_act", "attention_bias", "mlp_bias"})
+
+
+@pytest.mark.parametrize("key", READ)
 def test_a_key_that_asks_for_something_else_is_refused_by_name(tmp_path, key):
     message = refusal(tmp_path, {**LLAMA, key: WRONG[key]})
     only, needs = ONLY[key]
@@ -324,33 +330,194 @@ def test_a_key_that_asks_for_something_else_is_refused_by_name(tmp_path, key):
     assert parse_config({**LLAMA, key: None}) == plain
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("key", ["hidden_act", "attention_bias", "mlp_bias"])
+def test_what_a_class_of_transformers_reads_is_what_is_refused(key, family):
+    """Refused, exactly where the other value changes the model that transformers makes."""
+    transformers = require("transformers")
+    values = {**LLAMA, "model_type": family, "architectures": None}
+    theirs = [
+        str(
+            transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(**changed)
+            )
+        )
+        for changed in (values, {**values, key: WRONG[key]})
+    ]
+    if theirs[0] == theirs[1]:
+        assert parse_config({**values, key: WRONG[key]}) == parse_config(values)
+    else:
+        with pytest.raises(ValueError, match=f"{key} is "):
+            parse_config({**values, key: WRONG[key]})
+
+
+def test_swish_is_silu():
+    assert parse_config({**LLAMA, "hidden_act": "swish"}) == parse_config(LLAMA)
+
+
 @pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
 @pytest.mark.parametrize("value", [True, "false", 1, [], {}])
 def test_flags_of_biases(tmp_path, key, value):
     assert f"{key} is {value!r}" in refusal(tmp_path, {**LLAMA, key: value})
 
 
-def test_an_unknown_key_is_refused_by_name_and_value(tmp_path):
-    message = refusal(tmp_path, {**LLAMA, "mup_scale": 2.0, "attention_sinks": [0] * 100})
-    assert "mup_scale is 2.0" in message
-    assert "attention_sinks is [0, 0" in message
-    assert "delete it" in message
-    assert len(message) < 400 + len(str(tmp_path))
+def read_with_notes(
+    folder: Path, values: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> tuple[LlamaConfig, list[str]]:
+    (folder / "config.json").write_text(json.dumps(values))
+    caplog.clear()
+    config = read_config(folder)
+    return config, [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.parametrize("key", sorted(HARMLESS))
-def test_a_harmless_key_changes_nothing(key):
-    for value in (True, 7, "text", [1], {"a": 1}):
-        assert parse_config({**LLAMA, key: value}) == parse_config(LLAMA)
+UNREAD: dict[str, Any] = {
+    "_model_name_or_path": "x",
+    "use_flash_attention_2": True,
+    "custom_pipelines": {"text": 1},
+    "neftune_noise_alpha": 5.0,
+    "qk_layer_norms": False,
+    "use_sdpa": True,
+    "loss_type": "ForCausalLM",
+    "bf16": True,
+    "sliding_window": 2,
+    "use_sliding_window": False,
+    "layer_types": ["full_attention", "a kind to come"],
+    "unsloth_version": "2024.9",
+    "mup_scale": 2.0,
+} | {key: value for key, value in WRONG.items() if key not in READ}
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_a_key_that_transformers_class_does_not_read_is_noted_and_ignored(tmp_path, caplog, key):
+    config, notes = read_with_notes(tmp_path, {**LLAMA, key: UNREAD[key]}, caplog)
+    assert config == parse_config(LLAMA)
+    (note,) = notes
+    assert str(tmp_path / "config.json") in note
+    assert f"{key} is " in note
+    assert note.isprintable()
+
+
+def test_all_such_keys_are_one_note(tmp_path, caplog):
+    config, notes = read_with_notes(tmp_path, {**LLAMA, **UNREAD, "a\nb": "c" * 1000}, caplog)
+    assert config == parse_config(LLAMA)
+    assert len(notes) == 1
+    assert notes[0].isprintable()
+    assert len(notes[0]) < 2500
+    assert f"and {len(UNREAD) + 1 - 20} more" in notes[0]
+
+
+def test_an_ordinary_config_has_no_note(tmp_path, caplog):
+    values = (
+        LLAMA | dict.fromkeys(DECLARED, 1) | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    )
+    assert read_with_notes(tmp_path, {**values, "foo": None}, caplog)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"type": "linear", "factor": 4.0, "mscale": 0.7}, ["rope_scaling.mscale is 0.7"]),
+        (
+            {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 9},
+            ["original_max"],
+        ),
+        (
+            {"rope_type": "linear", "factor": 4.0, "low_freq_factor": 1, "finetuned": True},
+            ["low_freq", "finetuned"],
+        ),
+        ({"rope_type": "default", "factor": 4.0}, ["rope_scaling.factor is 4.0"]),
+        ({"factor": 4.0}, ["rope_scaling.factor is 4.0"]),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5"]),
+    ],
+)
+def test_rope_keys_that_the_type_does_not_read_are_noted(tmp_path, caplog, rope, named):
+    """And the frequencies are those of transformers."""
+    config, notes = read_with_notes(tmp_path, {**LLAMA, "rope_scaling": rope}, caplog)
+    assert len(notes) == 1
+    for words in named:
+        assert words in notes[0]
+    transformers = require("transformers")
+    theirs = transformers.AutoConfig.for_model(**{**LLAMA, "rope_scaling": dict(rope)})
+    embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    assert torch.equal(embedding.inv_freq, inverse_frequencies(config.rope, config.head_dim))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["modeling_x.XForCausalLM", "owner/name--modeling_x.XForCausalLM", ["m.XForCausalLM", None]],
+)
+def test_a_key_that_code_of_the_folders_own_may_read_is_refused(tmp_path, name):
+    values = {**LLAMA, "auto_map": {"AutoModelForCausalLM": name}}
+    assert parse_config(values) == parse_config(LLAMA)
+    message = refusal(tmp_path, {**values, "qk_layer_norms": False})
+    assert "qk_layer_norms is False" in message
+    assert "XForCausalLM" in message
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [{"AutoModelForCausalLM": "modeling_x.LlamaForCausalLM"}, {"AutoTokenizer": "t.T"}, "x", 1],
+)
+def test_code_for_something_else_does_not_matter(tmp_path, caplog, auto_map):
+    values = {**LLAMA, "auto_map": auto_map, "qk_layer_norms": False}
+    assert len(read_with_notes(tmp_path, values, caplog)[1]) == 1
+
+
+def test_a_model_with_its_own_scaling_is_refused_for_that(tmp_path):
+    clex = {"type": "clex", "factor": 1, "max_factor": 16, "param_factor": 1, "time_dt": 0.01}
+    own = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    values = {
+        **LLAMA,
+        "rope_scaling": clex,
+        "log_scale": True,
+        "use_flashattn": True,
+        "auto_map": own,
+    }
+    message = refusal(tmp_path, values)
+    assert "'clex'" in message
+    assert "flashattn" not in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    "FSDPLlamaForCausalLM LlamaForCausalLM LLaMAForCausalLM LlamaModel LlamaForCausalLMWithValueHead "
+    "PeftModelForCausalLM OptimizedModule MyOwnForCausalLM".split(),
+)
+def test_wrappers_names_around_a_known_model_type(name):
+    assert parse_config({**LLAMA, "architectures": [name]}) == parse_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "name",
+    "MistralForCausalLM Qwen2ForCausalLM GemmaForCausalLM LlamaForTokenClassification "
+    "LlamaForQuestionAnswering GPTNeoXForCausalLM".split(),
+)
+def test_classes_that_are_known_to_be_others(tmp_path, name):
+    assert name in refusal(tmp_path, {**LLAMA, "architectures": [name]})
+
+
+def test_no_rotary_positions_are_refused_though_llamas_class_reads_no_such_key(tmp_path):
+    assert "no_rope_layers" in refusal(tmp_path, {**LLAMA, "no_rope_layers": [1, 0]})
+    assert "no_rope_layer_interval" in refusal(tmp_path, {**LLAMA, "no_rope_layer_interval": 4})
 
 
 def test_a_key_has_one_meaning():
     for family in FAMILIES.values():
-        assert not (family.keys | ROPELESS) & HARMLESS
-        assert not (family.keys | ROPELESS) & ONLY.keys()
-    assert not HARMLESS & ONLY.keys()
+        assert not family.keys & DECLARED
+    assert not DECLARED & ONLY.keys()
+    assert ONLY.keys() >= ALWAYS
     assert not FAMILIES.keys() & OTHER_FAMILIES.keys()
     assert ONLY.keys() == WRONG.keys()
+
+
+def test_declared_keys_are_those_of_transformers():
+    """Fields of its class, of its base, generation's parameters, and what it takes out of old files."""
+    transformers = require("transformers")
+    fields = set(transformers.LlamaConfig().to_dict())
+    fields |= set(transformers.GenerationConfig._get_default_generation_params())
+    old = "_commit_hash name_or_path num_labels attn_implementation auto_map transformers.js_config"
+    read = FAMILIES["llama"].keys | FAMILIES["llama"].reads | ALWAYS
+    assert fields | set(old.split()) == DECLARED | (fields & read)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -361,7 +528,9 @@ def test_no_key_that_transformers_writes_is_unknown(family):
         key: LLAMA[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     }
     values = transformers.AutoConfig.for_model(family, **shape).to_dict()
-    assert parse_config(values).num_hidden_layers == values["num_hidden_layers"]
+    _, config, unread = read_keys(values)
+    assert config.num_hidden_layers == values["num_hidden_layers"]
+    assert unread == {}
 
 
 # Tensors
