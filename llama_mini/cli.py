@@ -3,6 +3,7 @@ memory.
 """
 
 import errno
+import logging
 import os
 import re
 import signal
@@ -39,7 +40,7 @@ def run_command(command: Callable[[], int | None], who: str = "") -> int:
         stop(number)
 
     try:
-        with on_stop(stop_here):
+        with on_stop(stop_here), notes(who in ("", "rank 0: ")):
             code = _run(command, who, asked)
         return 128 + asked[0] if asked else code
     except KeyboardInterrupt as stopped:
@@ -108,6 +109,25 @@ def on_stop(act: Callable[[int], None]) -> Iterator[None]:
 def say(line: str) -> None:
     """A line to standard error; on a terminal it takes the place of one of progress."""
     print(f"\r\033[K{line}" if sys.stderr.isatty() else line, file=sys.stderr)
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"note: {record.getMessage()}")
+
+
+@contextmanager
+def notes(shown: bool) -> Iterator[None]:
+    """Within it, what the package logs is a line each to standard error, or nothing."""
+    log = logging.getLogger(__package__)
+    handler, before = _Notes() if shown else logging.NullHandler(), log.propagate
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = before
 
 
 def reason(error: Exception) -> str:

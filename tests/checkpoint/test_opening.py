@@ -111,3 +111,31 @@ def test_training_never_writes_to_the_file(checkpoint, tmp_path, dtype):
     assert (tmp_path / "model.safetensors").read_bytes() == before
     again = load_model(tmp_path, dtype=dtype)
     assert torch.equal(again.blocks[0].ffn.up_proj.weight, old)
+
+
+def test_the_command_says_what_it_ignores_in_one_line(checkpoint, tmp_path, capsys):
+    import generate
+
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    values = json.loads((tmp_path / "config.json").read_text())
+    arguments = [
+        "--prompt",
+        "The fox",
+        "--max-new-tokens",
+        "2",
+        "--seed",
+        "1",
+        "--model",
+        str(tmp_path),
+    ]
+    assert generate.main(arguments) == 0
+    plain = capsys.readouterr()
+    extra = {"_model_name_or_path": "x", "bf16": True}
+    (tmp_path / "config.json").write_text(json.dumps(values | extra))
+    assert generate.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert out == plain.out
+    (note,) = set(err.splitlines()) - set(plain.err.splitlines())
+    assert note.startswith(f"note: {tmp_path / 'config.json'}: ")
+    assert "_model_name_or_path is 'x', bf16 is True" in note
