@@ -249,7 +249,6 @@ def with_file(name: str, content: str) -> object:
         (with_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "yarn"),
         (with_config(model_type="qwen2"), "qwen2"),
         (with_config(num_hidden_layers=3), "num_hidden_layers"),
-        (with_config(some_new_key=7), "some_new_key"),
         (with_file("config.json", "{"), "config.json"),
         (with_file("tokenizer.model", "SGVsbG8= 0\nV29ybGQ= 1\n"), "tiktoken"),
         (with_file("tokenizer.json", "{}"), "tokenizer.json"),
