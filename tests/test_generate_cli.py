@@ -317,7 +317,7 @@ def test_odd_command_lines(checkpoint, capsys, monkeypatch):
 
 
 def test_what_a_file_says_cannot_drive_the_terminal(checkpoint, tmp_path, capsys):
-    folder = damaged(checkpoint, tmp_path, **{"\x1b[2Jkey": 1, "x" * 9000: 1})
+    folder = damaged(checkpoint, tmp_path, hidden_act="\x1b[2Jkey" + "x" * 9000)
     code, _, err = run(capsys, "--prompt", "The", "--model", str(folder))
     assert code == 1
     assert "\x1b" not in err
