@@ -282,10 +282,12 @@ def report(
             f"The stream begins at RMS {first:.4g} and reaches final_norm at {last.before:.4g}, "
             f"{last.before / first:.1f} times as large; {last.read_by} reads it at {last.after:.4g}."
         )
-    if is_sink(last):
+    sink = max(filter(is_sink, rows), key=lambda row: row.stream_first or 0.0, default=None)
+    if sink and sink.stream and sink.stream_first:
+        times = f"{sink.stream_first / sink.stream:.1f} times the median"
         words.append(
-            f"At position 0 it reaches {last.first:.4g}, {last.first / last.before:.1f} times the median: "
-            "an attention sink (llama_mini/inspect/README.md)."
+            f"At position 0 it reaches {sink.stream_first:.4g}, at {sink.name}, {times}: an attention sink "
+            "(llama_mini/inspect/README.md)."
         )
     cells = [["next token", "likeliest", "probability", "KL, nats", "entropy, nats"]]
     for result in results:

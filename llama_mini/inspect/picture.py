@@ -80,9 +80,9 @@ def plot(rows: Sequence[NormRow], path: Path, title: str) -> None:
         sinks = [i for i, row in enumerate(rows) if is_sink(row)]
         if sinks:
             highest = max(sinks, key=lambda i: rows[i].stream_first or 0.0)
-            text = f"position 0: {rows[highest].stream_first:.3g},\nan attention sink"
+            text = f"position 0: {rows[highest].stream_first:.3g}, an attention sink"
             side = "right" if 2 * highest > len(rows) else "left"
-            top.annotate(text, (highest, first[highest]), (0, 20), ha=side, **note)
+            top.annotate(text, (highest, first[highest]), (0, 12), ha=side, **note)
             top.set_ylim(top=4 * (rows[highest].stream_first or 1))
         levels = [v for row in rows for v in (row.stream, row.stream_first, row.after) if v] or [1]
         decades = math.log10(max(levels) / min(levels))

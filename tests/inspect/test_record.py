@@ -1,22 +1,27 @@
 """Recording, comparing, and the command line for both."""
 
+import dataclasses
+import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from llama_mini import Llama, compare, load_model, load_tokenizer, record
+from llama_mini import Llama, LlamaConfig, compare, load_model, load_tokenizer, record
 from llama_mini.checkpoint import parse_config
 from llama_mini.inspect.__main__ import main
 from llama_mini.inspect.record import load_trace, names_of, save_trace
+from llama_mini.model import Attention, SwiGLU
 from tests.support.fixtures import BASE, draw_tokens, strengthen
 
 TOKENS = draw_tokens((2, 7), seed=0)
@@ -113,6 +118,36 @@ def test_an_edit_of_the_result_does_not_reach_the_model(model: Llama) -> None:
     assert torch.equal(model.embed.weight, before)
 
 
+class Behind(nn.Module):
+    """A block with its norms behind the sublayers, as OLMo 2 has it, and a part that is none of ours."""
+
+    def __init__(self, config: LlamaConfig, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.post_ffn_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.gate = nn.Identity()
+        self.post_attention_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.ffn = SwiGLU(config)
+        self.attention = Attention(config, norm)
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        x = x + self.post_attention_norm(self.attention(x, *rest))
+        x = x + self.post_ffn_norm(self.ffn(x))
+        return self.gate(x)
+
+
+def test_other_families_have_names_of_their_own(tmp_path: Path) -> None:
+    model = Llama(parse_config(BASE), block=Behind).eval()
+    parts = (
+        "attention.q attention.k attention.v attention post_attention_norm ffn post_ffn_norm gate"
+    )
+    inside = [f"blocks.{n}.{part}".rstrip(".") for n in (0, 1) for part in (*parts.split(), "")]
+    recorded = record(model, TOKENS)
+    assert list(recorded) == ["embed", *inside, "final_norm", "lm_head"] == names_of(model)
+    assert torch.equal(recorded["blocks.0.gate"], recorded["blocks.0"])
+    save_trace(tmp_path / "trace", recorded, {})  # which refuses tensors that share their memory
+    assert list(compare(recorded, load_trace(tmp_path / "trace"))) == list(recorded)
+
+
 def test_one_name_per_part_of_the_model(model: Llama, activations: dict[str, Tensor]) -> None:
     assert names_of(model) == list(activations)
 
@@ -184,6 +219,36 @@ def test_values_that_are_not_numbers(
 ) -> None:
     found = compare({"embed": torch.tensor(reference)}, {"embed": torch.tensor(other)})
     assert found["embed"] == (absolute, relative)
+
+
+@pytest.mark.parametrize(
+    ("reference", "other", "absolute"),
+    [
+        ([2**53], [2**53 + 1], 1.0),
+        ([2**53 + 1, 5], [2**53 + 1, 7], 2.0),
+        ([-(2**63)], [2**63 - 1], 2.0**64),
+        ([2**62 + 1], [2**62 + 1], 0.0),
+        ([3], [5], 2.0),
+    ],
+)
+def test_integers_are_compared_exactly(
+    reference: list[int], other: list[int], absolute: float
+) -> None:
+    found = compare({"mine": torch.tensor(reference)}, {"mine": torch.tensor(other)})
+    assert found["mine"].absolute == absolute
+    scale = max(map(abs, reference))
+    assert found["mine"].relative == pytest.approx(absolute / scale, rel=1e-12)
+
+
+def test_wide_integers_beside_floats_are_refused() -> None:
+    wide, narrow = torch.tensor([2**53 + 1]), torch.tensor([7])
+    for a, b in ((wide, wide.double()), (wide.double(), wide)):
+        with pytest.raises(ValueError, match=r"^mine holds integers .* 2\^53$"):
+            compare({"mine": a}, {"mine": b})
+    assert compare({"mine": narrow}, {"mine": narrow.double()})["mine"] == (0.0, 0.0)
+    huge = torch.tensor([2**63 + 1], dtype=torch.uint64)
+    assert compare({"mine": huge}, {"mine": huge})["mine"].absolute == 0.0
+    assert compare({"mine": huge}, {"mine": torch.tensor([1])})["mine"].absolute == 2.0**63
 
 
 def test_other_dtypes_are_compared_by_value() -> None:
@@ -286,16 +351,107 @@ def test_comparing_equal_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(monkeypatch, "compare", files[0], files[0]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("the 19 names in both agree")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert [word in last.split() for word in ("19", "1e-05")] == [True] * 2
 
 
-def test_a_tolerance_is_relative(
+@pytest.mark.parametrize(
+    ("share", "options", "code"),
+    [
+        (0.9e-5, [], 0),
+        (1.1e-5, [], 1),
+        (0.9e-5, ["--tolerance", "0"], 1),
+        (0.1, ["--tolerance", "0.2"], 0),
+    ],
+)
+def test_a_tolerance_is_relative_to_the_largest_value(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    share: float,
+    options: list[str],
+    code: int,
+) -> None:
+    a = torch.tensor([[[1.0, -400.0]]], dtype=torch.float64)
+    paths = tmp_path / "a", tmp_path / "b"
+    for path, tensor in zip(paths, (a, a + torch.tensor([400 * share, 0.0])), strict=True):
+        save_file({"embed": tensor}, path)
+    assert run(monkeypatch, "compare", *paths, *options) == code
+    assert ("first to differ: embed" in capsys.readouterr().out) == bool(code)
+
+
+def test_names_that_one_file_lacks_are_no_agreement(
     files: tuple[Path, Path],
+    activations: dict[str, Tensor],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(monkeypatch, "compare", *files, "--tolerance", "10") == 0
-    assert "the 19 names in both agree" in capsys.readouterr().out
+    few = tmp_path / "few"
+    save_file({"embed": activations["embed"], "lm_head": activations["lm_head"]}, few)
+    for pair in ((files[0], few), (few, files[0])):
+        assert run(monkeypatch, "compare", *pair) == 1
+        out = capsys.readouterr().out
+        assert "17" in out.splitlines()[-1].split()
+        assert f"only in {files[0]}: blocks.0.pre_attention_norm, " in out
+    chosen = ("--names", "embed", "--names", "lm_*")
+    assert run(monkeypatch, "compare", files[0], few, *chosen) == 0
+    assert run(monkeypatch, "compare", files[0], few, *chosen, "--names", "final_norm") == 1
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_the_exit_code_does_not_hang_on_the_reader(files: tuple[Path, Path], differ: bool) -> None:
+    arguments = ["compare", *map(str, files if differ else (files[0], files[0]))]
+    reader, writer = os.pipe()
+    os.close(reader)  # nobody reads a line
+    command = [sys.executable, "-m", "llama_mini.inspect", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (int(differ), "")
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "says"),
+    [
+        ("blocks.0.attention.q", [1, 5], "rotation?"),
+        ("blocks.1.attention.k", [2], "rotation?"),
+        ("blocks.0.attention", [1, 2, 3, 4, 5, 6], "rotation, or the mask?"),
+        ("blocks.0.attention.q", [0, 1], None),
+        ("blocks.1.ffn", [0], None),
+        ("blocks.0.attention.v", [0, 1, 2, 3, 4, 5, 6], None),
+    ],
+)
+def test_a_first_position_that_agrees_is_a_hint(
+    activations: dict[str, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    positions: list[int],
+    says: str | None,
+) -> None:
+    other = {key: tensor.clone() for key, tensor in activations.items()}
+    other[name][..., positions, :] += 0.5
+    paths = tmp_path / "a", tmp_path / "b"
+    for path, tensors in zip(paths, (activations, other), strict=True):
+        save_file(tensors, path)
+    assert run(monkeypatch, "compare", *paths) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.split()[3] == f"{name},"
+    assert last.endswith(says) if says else "?" not in last
+
+
+def test_a_model_that_rotates_wrongly_is_found(
+    model: Llama, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    save_trace(tmp_path / "a", record(model, TOKENS), {})
+    model.config = dataclasses.replace(
+        model.config, rope=dataclasses.replace(model.config.rope, rope_theta=500.0)
+    )
+    save_trace(tmp_path / "b", record(model, TOKENS), {})
+    assert run(monkeypatch, "compare", tmp_path / "a", tmp_path / "b") == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (last.split()[3], last.split()[-1]) == ("blocks.0.attention.q,", "rotation?")
 
 
 def test_a_trace_written_by_hand(
@@ -370,6 +526,60 @@ def test_wrong_input_is_one_line_and_exit_code_1(
         assert message.strip() in err
         assert out == "", message
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "out", ["model.safetensors", "config.json", "tokenizer.model", "link", "hard"]
+)
+def test_a_trace_does_not_take_the_place_of_the_checkpoint(
+    checkpoint: Path, tmp_path: Path, monkeypatch, capsys, out: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    (tmp_path / "link").symlink_to(folder / "model.safetensors")
+    (tmp_path / "hard").hardlink_to(folder / "model.safetensors")
+    path = folder / out if (folder / out).exists() else tmp_path / out
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    options = ("record", "--model", folder, "--prompt", "The", "--names", "embed", "--out")
+    assert run(monkeypatch, *options, path) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: --out {path}: ")
+    assert str(folder) in err
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert run(monkeypatch, *options, folder / "trace.safetensors") == 0
+    assert run(monkeypatch, *options, folder / "trace.safetensors") == 0  # its own may be replaced
+
+
+def test_a_trace_does_not_take_the_place_of_shards(
+    checkpoint: Path, tmp_path: Path, monkeypatch
+) -> None:
+    folder = tmp_path / "sharded"
+    shutil.copytree(checkpoint, folder)
+    shard = folder / "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(shard)
+    index = {"weight_map": dict.fromkeys(load_file(shard), shard.name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    options = ("record", "--model", folder, "--prompt", "The", "--names", "embed", "--out")
+    for name in (shard.name, "model.safetensors"):  # the second would be read before the shards
+        assert run(monkeypatch, *options, folder / name) == 1
+    assert not (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "now"),
+    [
+        ("record", "record"),
+        ("norm_report", "norms"),
+        ("inspect.record", "record"),
+        ("inspect.norm_report", "norms"),
+    ],
+)
+def test_old_commands_say_where_they_are(module: str, now: str) -> None:
+    command = [sys.executable, "-m", f"llama_mini.{module}", "--model", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"error: llama_mini.{module} ")
+    assert f"python -m llama_mini.inspect {now}" in done.stderr
 
 
 def test_as_a_program(files: tuple[Path, Path]) -> None:
