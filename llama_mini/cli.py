@@ -1,5 +1,5 @@
-"""What the command lines share: errors in one line, Ctrl-C and SIGTERM, the choice of a device, peak
-memory.
+"""What the command lines share: errors in one line, Ctrl-C and SIGTERM, text on a terminal, the choice of
+device and dtype, peak memory.
 """
 
 import errno
@@ -19,6 +19,7 @@ from typing import TextIO
 import torch
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 DISK_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
@@ -54,7 +55,7 @@ def _run(command: Callable[[], int | None], who: str, asked: list[int]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _silence(sys.stdout, sys.stderr)
+        silence(sys.stdout, sys.stderr)
         return code
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, ArithmeticError) as error:
         if asked:  # some libraries make another error of the stop
@@ -62,7 +63,7 @@ def _run(command: Callable[[], int | None], who: str, asked: list[int]) -> int:
         try:
             sys.stdout.flush()
         except OSError:
-            _silence(sys.stdout)
+            silence(sys.stdout)
         say(f"error: {who}{reason(error)}")
         return 1
 
@@ -106,6 +107,54 @@ def on_stop(act: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def heeding_ctrl_c() -> Iterator[None]:
+    """Within it each Ctrl-C raises a KeyboardInterrupt, and is no wish to end the command."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Control characters but newline and tab: what a terminal would obey.
+ESCAPED = {c: f"\\x{c:02x}" for c in (*range(0x20), *range(0x7F, 0xA0)) if c not in b"\n\t"}
+
+
+def show(text: str) -> None:
+    """Text to standard output at once. A terminal shows its control characters escaped: a model or a
+    file could else drive it. A file or a pipe gets the text as it is.
+    """
+    print(text.translate(ESCAPED) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def read_input() -> str:
+    """Standard input up to its end, less the line break there."""
+    if sys.stdin is None:
+        raise ValueError("standard input is to be read, and it is closed")
+    return decoded(sys.stdin.buffer.read())
+
+
+def read_line() -> str | None:
+    """The next line of standard input, None at its end."""
+    if sys.stdin is None:
+        raise ValueError("standard input is to be read, and it is closed")
+    data = sys.stdin.buffer.readline()
+    return decoded(data) if data else None
+
+
+def decoded(data: bytes) -> str:
+    """UTF-8 as text, less a line break at its end."""
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error}") from None
+
+
 def say(line: str) -> None:
     """A line to standard error; on a terminal it takes the place of one of progress."""
     print(f"\r\033[K{line}" if sys.stderr.isatty() else line, file=sys.stderr)
@@ -144,7 +193,7 @@ def reason(error: Exception) -> str:
     return text if len(text) <= 4000 else f"{text[:4000]} ..."
 
 
-def _silence(*streams: TextIO) -> None:
+def silence(*streams: TextIO) -> None:
     """Nothing more can be written to these, not even by Python at its exit."""
     for stream in streams:
         with suppress(OSError):  # a test's stand-in, which is no file
@@ -163,6 +212,32 @@ def choose_device(name: str) -> torch.device:
     if not there.get(name):
         raise ValueError(f"--device {name}: torch finds no such device here; use --device auto")
     return torch.device(name)
+
+
+def choose_dtype(
+    name: str, device: torch.device, own: str | None
+) -> tuple[torch.dtype | None, str]:
+    """The dtype asked for, and a note where it is another. For auto float32 on the CPU, and elsewhere
+    the checkpoint's `own` (None: left to the weights).
+    """
+    if name == "auto" and device.type == "cpu":
+        return torch.float32, ""
+    wanted, note = own if name == "auto" else name, ""
+    if wanted == "bfloat16" and not has_bfloat16(device):
+        wanted, note = "float16", f"note: this {device.type} has no bfloat16; using float16"
+    return getattr(torch, wanted) if wanted else None, note
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" or torch.backends.mps.is_macos_or_newer(14, 0)
+
+
+def require_seed(seed: int | None) -> None:
+    """Raise a `ValueError` for a seed that torch does not take."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"--seed {seed}: it must lie between 0 and 2^63 - 1")
 
 
 def peak_memory(device: torch.device) -> int:

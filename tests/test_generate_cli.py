@@ -1,8 +1,10 @@
 """The command line: what it prints where, and one line for whatever goes wrong."""
 
+import importlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import generate as cli
+import llama_mini
+from llama_mini import __main__ as cli
 from llama_mini import generate, load_model, load_tokenizer
 from tests.support.fixtures import STORIES260K_TEXT
 from tests.support.processes import ROOT, damaged
@@ -26,21 +29,26 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+def stopped_after(tokens: int) -> str:
+    return f"[stopped after {tokens} tokens; --max-new-tokens N for more]\n"
+
+
 def test_known_text_of_a_real_checkpoint(stories260k, capsys):
     code, out, err = run(
         capsys,
         *("--prompt", "Once upon a time", "--model", str(stories260k), "--temperature", "0"),
+        *("--max-new-tokens", "128"),
     )
     assert code == 0
     assert out.startswith(STORIES260K_TEXT)
-    assert err == ""
+    assert err == stopped_after(128)
 
 
 def test_prompt_and_continuation_go_to_standard_output(checkpoint, capsys):
     arguments = ("--prompt", "The quick", "--model", str(checkpoint), "--temperature", "0")
     code, out, err = run(capsys, *arguments, "--max-new-tokens", "9")
     assert code == 0
-    assert err == ""
+    assert err == stopped_after(9)
     tokenizer = load_tokenizer(checkpoint)
     ids = tokenizer.encode("The quick")
     model = load_model(checkpoint, dtype=torch.float32)
@@ -62,6 +70,7 @@ def test_new_tokens_fill_what_the_context_leaves(checkpoint, tmp_path, capsys):
     folder = damaged(checkpoint, tmp_path, eos_token_id=None)
     code, _, err = run(capsys, "--prompt", prompt, "--model", str(folder), "--stats")
     assert code == 0
+    assert err.startswith("[stopped at the end of the context, after 128 tokens]\n")
     assert f"decode       {128 - used} tokens" in err
     code, out, err = run(capsys, "--prompt", long, "--model", str(checkpoint))
     assert code == 1
@@ -76,7 +85,9 @@ def test_stats_go_to_standard_error(checkpoint, capsys):
         capsys, "--prompt", "The", "--model", str(checkpoint), "--max-new-tokens", "4", "--stats"
     )
     assert code == 0
-    labels = [line.split("  ")[0].strip() for line in err.splitlines()]
+    note, *lines = err.splitlines(keepends=True)
+    assert note == stopped_after(4)
+    labels = [line.split("  ")[0].strip() for line in lines]
     assert labels == ["parameters", "device", "load", "prefill", "decode", "peak memory"]
     parameters = sum(p.numel() for p in load_model(checkpoint).parameters())
     assert f"{parameters:,}" in err
@@ -172,7 +183,7 @@ def test_chat_prints_the_reply_only(checkpoint, tmp_path, capsys):
         assert ids.count(tokenizer.bos_id) == 1
         new = generate(model, [ids], 20, vocab_size=tokenizer.vocab_size)[0]
         code, out, err = run(capsys, *arguments, *system, "--max-new-tokens", "20")
-        assert (code, out, err) == (0, tokenizer.decode(new) + "\n", "")
+        assert (code, out, err) == (0, tokenizer.decode(new) + "\n", stopped_after(20))
 
 
 def test_a_raw_prompt_stays_raw_beside_a_chat_template(checkpoint, tmp_path, capsys):
@@ -270,9 +281,8 @@ def test_a_folder_that_does_not_fit_is_one_line(checkpoint, tmp_path, capsys, sp
     assert "Traceback" not in out + err
 
 
-def test_device_and_dtype_are_chosen_by_what_is_there(monkeypatch, capsys):
-    from llama_mini import LlamaConfig
-    from llama_mini.cli import choose_device
+def test_device_and_dtype_are_chosen_by_what_is_there(monkeypatch):
+    from llama_mini.cli import choose_device, choose_dtype
 
     there = {"cuda": False, "mps": False}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there["cuda"])
@@ -286,14 +296,17 @@ def test_device_and_dtype_are_chosen_by_what_is_there(monkeypatch, capsys):
     assert choose_device("auto").type == "cuda"
     assert choose_device("cpu").type == "cpu"
 
-    config = LlamaConfig(8, 8, 8, 1, 1, dtype="bfloat16")
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert cli.choose_dtype("auto", cpu, config) == torch.float32
-    assert cli.choose_dtype("bfloat16", cpu, config) == torch.bfloat16
-    for has, dtype, note in ((True, torch.bfloat16, ""), (False, torch.float16, "no bfloat16")):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has, **_: has)
-        assert cli.choose_dtype("auto", gpu, config) == dtype
-        assert note in capsys.readouterr().err
+    assert choose_dtype("auto", cpu, "bfloat16") == (torch.float32, "")
+    assert choose_dtype("bfloat16", cpu, None) == (torch.bfloat16, "")
+    assert choose_dtype("auto", gpu, None) == (None, "")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    assert choose_dtype("auto", gpu, "bfloat16") == (torch.bfloat16, "")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    dtype, note = choose_dtype("auto", gpu, "bfloat16")
+    assert dtype == torch.float16
+    assert "cuda" in note
+    assert "float16" in note
 
 
 def test_tiny_sampling_values_are_greedy(checkpoint, capsys):
@@ -331,18 +344,6 @@ def test_a_seed_out_of_range_is_named(checkpoint, capsys, seed):
     assert f"--seed {seed}" in err
 
 
-def test_only_a_launcher_makes_ranks(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")  # clusters set it for other reasons, too
-    assert cli.own_rank() == (0, 1)
-    monkeypatch.setenv("RANK", "x")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert cli.own_rank() == (0, 1)
-    monkeypatch.setenv("RANK", "1")
-    assert cli.own_rank() == (1, 2)
-
-
 def start(checkpoint: Path, *arguments: str) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
@@ -368,6 +369,158 @@ def start(checkpoint: Path, *arguments: str) -> subprocess.Popen[bytes]:
 def endless(checkpoint, tmp_path) -> Path:
     """The checkpoint with a long context and no stop id, to be interrupted."""
     return damaged(checkpoint, tmp_path, max_position_embeddings=10**6, eos_token_id=None)
+
+
+def text_of(checkpoint: Path, prompt: str, new: int) -> str:
+    """What the greedy text adds to the prompt."""
+    tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, dtype=torch.float32)
+    ids = tokenizer.encode(prompt)
+    return tokenizer.decode(ids + generate(model, [ids], new, vocab_size=300)[0])[len(prompt) :]
+
+
+def test_a_stop_string_ends_the_text_and_is_left_out(checkpoint, capsys):
+    arguments = ("--prompt", "The", "--model", str(checkpoint), "--temperature", "0", "--stats")
+    whole = text_of(checkpoint, "The", 30)
+    for stop in (whole[4:9], whole[6:8]):
+        code, out, err = run(capsys, *arguments, "--stop", "not there", "--stop", stop)
+        assert (code, out) == (0, f"The{whole[: whole.index(stop)]}\n")
+        assert err.startswith("parameters")  # and no limit is named
+    never = run(capsys, *arguments, "--max-new-tokens", "30", "--stop", whole[-1] + "never")
+    assert (never[0], never[1]) == (0, f"The{whole}\n")  # what was held back is shown at the end
+    code, out, err = run(capsys, *arguments, "--stop", "")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+
+
+def test_the_checkpoints_own_sampling_is_the_default(checkpoint, tmp_path, capsys):
+    folder = damaged(checkpoint, tmp_path)
+    arguments = ("--prompt", "The", "--max-new-tokens", "20", "--seed", "3", "--model")
+    plain = run(capsys, *arguments, str(checkpoint))
+    assert run(capsys, *arguments, str(checkpoint), "--temperature", "0.8") == plain
+    settings = folder / "generation_config.json"
+    own = {"do_sample": True, "temperature": 1.7, "top_k": 20, "top_p": 0.9}
+    settings.write_text(json.dumps(own))
+    options = ("--temperature", "1.7", "--top-k", "20", "--top-p", "0.9")
+    as_asked = run(capsys, *arguments, str(checkpoint), *options)
+    assert run(capsys, *arguments, str(folder)) == as_asked != plain
+    greedy = run(capsys, *arguments, str(checkpoint), "--temperature", "0")
+    assert run(capsys, *arguments, str(folder), "--temperature", "0") == greedy
+    for values in (own | {"do_sample": False}, {"do_sample": True, "top_k": 0}):
+        settings.write_text(json.dumps(values))
+        assert run(capsys, *arguments, str(folder)) == plain
+    for values in ({"temperature": "hot"}, {"top_p": 2}, {"top_k": -1}):
+        settings.write_text(json.dumps({"do_sample": True} | values))
+        code, out, err = run(capsys, *arguments, str(folder))
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert str(settings) in err
+        assert next(iter(values)) in err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_are_shown_on_a_terminal_and_passed_to_a_pipe(monkeypatch):
+    from llama_mini.cli import show
+
+    text = "\x1b]0;title\x07 tab\t line\n back\r \x7f \x9b2J \x00 é 😀"
+    for stream, shown in (
+        (Terminal(), "\\x1b]0;title\\x07 tab\t line\n back\\x0d \\x7f \\x9b2J \\x00 é 😀"),
+        (io.StringIO(), text),
+    ):
+        monkeypatch.setattr(sys, "stdout", stream)
+        show(text)
+        assert stream.getvalue() == shown
+
+
+def test_what_a_prompt_and_a_model_say_goes_through_show(checkpoint, monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert (
+        cli.main(["--prompt", "The\x1b[2J", "--model", str(checkpoint), "--max-new-tokens", "3"])
+        == 0
+    )
+    assert out.getvalue().startswith("The\\x1b[2J")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_every_way_to_start_it_is_the_same_command(checkpoint, capsys):
+    arguments = ["--prompt", "The", "--model", str(checkpoint), "--seed", "1"]
+    arguments += ["--max-new-tokens", "5"]
+    expected = run(capsys, *arguments)
+    for program in (["generate.py"], ["-m", "llama_mini"]):
+        done = subprocess.run(
+            [sys.executable, *program, *arguments], cwd=ROOT, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout, done.stderr) == expected
+        version = subprocess.run(
+            [sys.executable, *program, "--version"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert version.stdout.startswith(f"llama-mini {llama_mini.__version__} ")
+
+
+def test_the_installed_command_is_the_same_function():
+    module, name = re.search(
+        r'^llama-mini = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    ).groups()
+    assert getattr(importlib.import_module(module), name) is cli.main
+
+
+def test_neither_prompt_nor_chat_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    assert stopped.value.code == 2
+    assert "--prompt TEXT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "programs"),
+    [("torch", [["generate.py"], ["-m", "llama_mini"]]), ("einops", [["-m", "llama_mini.train"]])],
+)
+def test_a_package_that_cannot_be_imported_is_one_line(package, programs, tmp_path):
+    (tmp_path / f"{package}.py").write_text("raise OSError('libgomp.so.1: not\\nfound')")
+    for program in programs:
+        done = subprocess.run(
+            [sys.executable, *program, "--prompt", "x"],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert "libgomp.so.1: not found" in done.stderr
+        assert package in done.stderr
+    code = "try:\n import llama_mini\nexcept OSError: print('raised')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "raised\n"  # who imports the package gets the error itself
+
+
+def test_compiling_says_what_it_does_and_how_long_it_took(checkpoint, capsys, monkeypatch):
+    class Fast:
+        def __init__(self, model):
+            self.model = model
+
+        def prepare(self, batch):
+            assert batch == 1
+            assert "compiling" in capsys.readouterr().err
+
+        def __getattr__(self, name):
+            return getattr(self.model, name)
+
+        def __call__(self, *arguments, **options):
+            return self.model(*arguments, **options)
+
+    monkeypatch.setattr(cli, "fast_model", Fast)
+    arguments = ("--prompt", "The", "--model", str(checkpoint), "--max-new-tokens", "2")
+    code, out, err = run(capsys, *arguments, "--compile", "--temperature", "0")
+    assert (code, out) == (0, f"The{text_of(checkpoint, 'The', 2)}\n")
+    assert re.match(r"compiled in \d+\.\d s\n", err)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import generate as cli
+from llama_mini import __main__ as cli
 from llama_mini.checkpoint.files import replace
 from llama_mini.cli import on_stop, run_command, stop
 from llama_mini.train import __main__ as train
@@ -74,7 +74,7 @@ def test_while_loading_nothing_is_said(endless, number, monkeypatch):
         os.kill(os.getpid(), number)
         time.sleep(60)
 
-    monkeypatch.setattr("llama_mini.load_model", load)
+    monkeypatch.setattr("llama_mini.__main__.load_model", load)
     assert Fork(generating(endless)).finish() == (128 + number, "", "")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LlamaConfig
+from ..generation import require_sampling
 from ..placements.family import Family
 from ..placements.keys import token_ids
 from .configs import read_keys
@@ -78,6 +79,21 @@ class Checkpoint:
     def config(self) -> LlamaConfig:
         """The config, with the stop ids of generation_config.json in front of its own."""
         return self._read[1]
+
+    def sampling(self) -> dict[str, Any]:
+        """Temperature, top_k and top_p as generation_config.json sets them, where it says to sample."""
+        given = self.json(GENERATION)
+        if given.get("do_sample") is not True:
+            return {}
+        own = {name: given.get(name) for name in ("temperature", "top_k", "top_p")}
+        own = {name: value for name, value in own.items() if value is not None}
+        if own.get("top_k") == 0:  # transformers' word for all tokens
+            del own["top_k"]
+        try:
+            require_sampling(**{"temperature": 1.0, "top_k": None, "top_p": None} | own)
+        except ValueError as error:
+            raise ValueError(f"{self.folder / GENERATION}: {error}") from None
+        return own
 
     @cached_property
     def stored(self) -> dict[str, Stored]:

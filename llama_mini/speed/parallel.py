@@ -9,26 +9,19 @@ each of the two makes the stream whole again everywhere. A forward has one more 
 the embedding and one all-gather of the logits; PLAN says what is cut, and why.
 """
 
-import atexit
-import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+import hashlib
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.weights import NoInit, build, read_state
 from ..config import LlamaConfig
 from ..model import Llama
+from .ranks import Ranks
 
 WHOLE, ROWS, COLUMNS = None, 0, 1  # which axis of a weight (out, in) is cut
 PLAN = {
@@ -47,109 +40,6 @@ PLAN = {
     "final_norm": WHOLE,  # as pre_attention_norm
     "lm_head": ROWS,  # with embed, so that a tied head stays one tensor; the logits are gathered
 }
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process, `rank` of `size` on `device`; it waits for another at most `seconds`."""
-
-    rank: int
-    size: int
-    device: torch.device
-    seconds: float
-    store: dist.Store
-
-    def own(self, length: int) -> slice:
-        """This rank's part of an axis; the last rank's is shorter where it does not divide."""
-        part = -(-length // self.size)
-        return slice(self.rank * part, min((self.rank + 1) * part, length))
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Every rank's `x` added up, on every rank, in place."""
-        with self._naming():
-            dist.all_reduce(x)
-        return x
-
-    def gather(self, x: Tensor, length: int) -> Tensor:
-        """Every rank's part of the last axis side by side: (b, t, own) -> (b, t, length)."""
-        x = F.pad(x, (0, -(-length // self.size) - x.shape[-1])).contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        with self._naming():
-            dist.all_gather(parts, x)
-        return torch.cat(parts, -1)[..., :length]
-
-    def first(self, x: Tensor) -> Tensor:
-        """Rank 0's `x`, on every rank."""
-        x = x.clone(memory_format=torch.contiguous_format)
-        with self._naming():
-            dist.broadcast(x, src=0)
-        return x
-
-    def agree(self, values: Any) -> Any:
-        """Rank 0's `values`, on every rank."""
-        box = [values]
-        with self._naming():
-            dist.broadcast_object_list(box, device=self.device)
-        return box[0]
-
-    def missing(self, key: str, seconds: float) -> str:
-        """Tell all ranks `key`; name those that do not tell it within `seconds`, "" for none."""
-        self.store.set(f"{key}/{self.rank}", "")
-        silent, end = set(range(self.size)), time.monotonic() + seconds
-        while silent and time.monotonic() < end:
-            silent = {rank for rank in silent if not self.store.check([f"{key}/{rank}"])}
-            time.sleep(0.05)
-        return ", ".join(f"rank {rank}" for rank in sorted(silent))
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """When a collective fails, raise a RuntimeError that names the ranks that do not answer."""
-        try:
-            yield
-        except RuntimeError as error:
-            try:
-                silent = self.missing("failed", min(5, self.seconds))
-            except dist.DistError:
-                raise RuntimeError(
-                    "torchrun, or rank 0 where it keeps the store, has ended"
-                ) from error
-            if not silent:
-                raise
-            raise RuntimeError(
-                f"{silent} of {self.size} ended, or did not answer for {self.seconds:g} s "
-                "(LLAMA_MINI_TIMEOUT sets the seconds)"
-            ) from error
-
-
-def start(device: torch.device) -> Ranks:
-    """Join the processes that torchrun started: over NCCL with a GPU each, over gloo on the CPU.
-
-    LLAMA_MINI_TIMEOUT is the seconds that a rank waits for another (default 120). Raises ValueError
-    for a device that does not serve, RuntimeError, with the rank, when one does not start.
-    """
-    seconds = os.environ.get("LLAMA_MINI_TIMEOUT", "120")
-    if not seconds.isdecimal() or int(seconds) == 0:
-        raise ValueError(f"LLAMA_MINI_TIMEOUT is {seconds!r}: it must be a number of seconds")
-    if device.type == "cuda":
-        local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if local > gpus:
-            raise ValueError(
-                f"{local} ranks need {local} GPUs, and there are {gpus}: use --device cpu"
-            )
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-        os.environ.setdefault("TORCH_NCCL_DESYNC_DEBUG", "1")  # NCCL names the ranks that lag
-    elif device.type != "cpu":
-        raise ValueError(f"ranks run on cuda or cpu, not on {device.type}: use --device cpu")
-    timeout = timedelta(seconds=int(seconds))
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    ranks = Ranks(rank, size, device, int(seconds), store)
-    if silent := ranks.missing("started", int(seconds)):
-        raise RuntimeError(f"{silent} of {size} did not start within {seconds} s")
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    atexit.register(dist.destroy_process_group)
-    return ranks
 
 
 class SplitEmbedding(nn.Embedding):
@@ -172,7 +62,7 @@ class SplitHead(nn.Linear):
 
     Each logit is computed on one rank and copied to the others, so all of them see the same bits.
     One seed can draw different tokens even so, as a GPU's cumsum varies in its last bit: where ranks
-    generate, pass `agree=ranks.first` to `stream`.
+    generate, pass `agree=ranks.in_step` to `stream`.
     """
 
     def __init__(self, config: LlamaConfig, ranks: Ranks) -> None:
@@ -243,6 +133,10 @@ def load_parallel(
 ) -> Llama:
     """`load_model`, but this rank's part of the model, and nothing else is read from the files."""
     checkpoint = open_checkpoint(source)
+    if checkpoint.family.model is not Llama:
+        raise ValueError(
+            f"{checkpoint.family.model_type} is not cut for several processes, as Llama is: run it in one"
+        )
     require_divisible(checkpoint.config, ranks.size)
     build(checkpoint)
 
@@ -257,3 +151,37 @@ def load_parallel(
     model = split(checkpoint.config, ranks)
     model.load_state_dict(read_state(checkpoint, device, dtype, part), assign=True)
     return model.eval().requires_grad_(False)
+
+
+SAMPLE = 4096  # bytes
+SETTINGS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def fingerprint(checkpoint: Checkpoint) -> dict[str, object]:
+    """What has to be the same for all ranks that share a checkpoint, by what it is called.
+
+    Of the weights a sample: each tensor's first, middle and last SAMPLE bytes. That costs less than
+    loading and sees another version of a model, in which every tensor differs.
+    """
+    tensors, weights = [], hashlib.sha256()
+    for name, stored in sorted(checkpoint.stored.items()):
+        begin, end = stored.entry.begin, stored.entry.end
+        tensors.append((name, stored.dtype, stored.shape))
+        with stored.file.open("rb") as file:
+            for place in (begin, (begin + end - SAMPLE) // 2, end - SAMPLE):
+                file.seek(max(begin, place))
+                weights.update(file.read(min(SAMPLE, end - begin)))
+    settings = [checkpoint.folder / name for name in SETTINGS]
+    return {
+        "config": (checkpoint.family.model_type, checkpoint.config),
+        "tensors": tensors,
+        "weights": weights.hexdigest(),
+        "tokenizer": [path.read_bytes() if path.is_file() else b"" for path in settings],
+    }

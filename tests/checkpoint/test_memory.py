@@ -90,7 +90,7 @@ def test_nothing_is_refused_where_nothing_is_known(checkpoint, monkeypatch, tmp_
 @pytest.mark.parametrize("program", ["generate", "record"])
 def test_refused_before_a_weight_is_read(checkpoint, monkeypatch, capsys, tmp_path, program):
     at_hand(monkeypatch, 1000)
-    monkeypatch.setattr("llama_mini.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("llama_mini.__main__.load_model", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(inspect, "load_model", lambda *_: pytest.fail("loaded"))
     model = ["--model", str(checkpoint), "--prompt", "The fox"]
     if program == "generate":

@@ -5,13 +5,13 @@ import json
 import multiprocessing
 import os
 import re
-import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -20,13 +20,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from llama_mini import KVCache, Llama, generate, load_model
-from llama_mini.checkpoint import parse_config
+from llama_mini.__main__ import main
+from llama_mini.checkpoint import open_checkpoint, parse_config
 from llama_mini.checkpoint.names import HUGGING_FACE, META, translate
 from llama_mini.cli import peak_memory
-from llama_mini.speed.parallel import PLAN, Ranks, load_parallel, require_divisible, start
+from llama_mini.speed.parallel import PLAN, fingerprint, load_parallel, require_divisible
+from llama_mini.speed.ranks import LEFT, Ranks, join, own_rank, start, who
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = ROOT.parent / "shared" / "checkpoints" / "stories260K"
@@ -91,7 +93,7 @@ def observe(model: Llama, ranks: Ranks | None) -> dict:
         logits = model(tokens)
     seed = 2 + (ranks.rank if ranks else 0)  # the worst case of ranks that draw differently
     draw = {"temperature": 1.0, "top_p": 0.9, "generator": torch.Generator().manual_seed(seed)}
-    agree = ranks.first if ranks else None
+    agree = ranks.in_step if ranks else None
     return {
         "logits": logits,
         "cached": torch.cat(chunks, 1),
@@ -105,6 +107,27 @@ def observe(model: Llama, ranks: Ranks | None) -> dict:
     }
 
 
+# What a rank does alone, and what it finds has to be the same on all.
+WORKS = [
+    lambda rank, size: {"a": 1},
+    lambda rank, size: {"a": 1, "b": rank == size - 1, "c": rank == size - 1},
+    lambda rank, size: Path(f"/nowhere/{rank}").read_text() if rank else {"a": 1},
+    lambda rank, size: {}[rank] if rank > size else {"a": {"nested": [1.5, "x"]}},
+]
+
+
+def together(ranks: Ranks, work: Callable[[int, int], dict]) -> str:
+    """How such work ends on this rank."""
+    try:
+        with ranks.together() as same:
+            same |= work(ranks.rank, ranks.size)
+    except (ValueError, OSError) as error:
+        return str(error)
+    except SystemExit as stopped:
+        return f"exit {stopped.code}"
+    return "well"
+
+
 def worker(rank: int, size: int, ports: list[int], folders: dict[str, Path], out: Path) -> None:
     """One rank (or the one process) observes every checkpoint; then one rank ends, or stops."""
     torch.set_num_threads(1)
@@ -114,6 +137,9 @@ def worker(rank: int, size: int, ports: list[int], folders: dict[str, Path], out
     ranks = start(CPU) if size > 1 else None
     load = partial(load_parallel, ranks) if ranks else load_model
     seen = {"agreed": ranks.agree(f"rank {rank}") if ranks else None}
+    if ranks:
+        seen["everyone"] = ranks.everyone(rank)
+        seen["together"] = [together(ranks, work) for work in WORKS]
     for name, folder in folders.items():
         if name != "big":
             seen[name] = observe(load(folder, "cpu", torch.float32), ranks)
@@ -244,6 +270,144 @@ def test_a_rank_that_ends_or_stops_is_named_in_time(seen: dict, size: int, faile
             assert rank["waited"] < 3 * PATIENCE
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_differ_or_fail_end_together_and_one_says_why(seen: dict, size: int) -> None:
+    assert [rank["everyone"] for rank in seen[size]] == [list(range(size))] * size
+    same, differ, fail, nested = zip(*(rank["together"] for rank in seen[size]), strict=True)
+    assert same == nested == ("well",) * size
+    assert differ[1:] == ("exit 1",) * (size - 1)
+    assert differ[0].startswith(f"rank {size - 1} has not the same b, c as rank 0")
+    assert fail[0] == "exit 1"
+    assert "/nowhere/1" in fail[1]
+    assert fail[2:] == ("exit 1",) * (size - 2)
+
+
+def test_where_nobody_reads_any_more_all_ranks_leave_at_one_step() -> None:
+    told = []
+
+    class Follower(Ranks):
+        def first(self, x: torch.Tensor) -> torch.Tensor:
+            told.append(x.tolist())
+            return x
+
+    def stepping(ranks: Ranks) -> Iterator[list[int]]:
+        for step in range(9):
+            yield ranks.in_step(torch.tensor([step, 7])).tolist()
+
+    ranks = Follower(0, 2, CPU, 1, dist.HashStore())
+    steps = stepping(ranks)
+    with pytest.raises(OSError, match="full"), ranks.printing(steps):  # noqa: PT012
+        next(steps)
+        next(steps)
+        raise OSError("the disk is full")
+    assert told == [[0, 7], [1, 7], [LEFT, LEFT]]  # the step that the others wait in
+    with pytest.raises(BrokenPipeError):
+        ranks.in_step(torch.tensor([LEFT]))
+
+    told.clear()
+    with pytest.raises(OSError, match="full"), Follower(0, 1, CPU).printing(stepping(ranks)):
+        raise OSError("the disk is full")
+    assert told == []  # one process has nobody to tell
+
+
+def test_a_process_alone_is_the_first_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "x")  # some other program's
+    monkeypatch.setenv("WORLD_SIZE", "2")  # clusters set it for other reasons, too
+    assert (own_rank(), who()) == ((0, 1), "")
+    ranks = join(CPU)
+    assert (ranks.rank, ranks.size, ranks.share()) == (0, 1, 1)
+    x = torch.ones(2)
+    assert ranks.first(x) is x
+    assert (ranks.agree("it"), ranks.everyone("it")) == ("it", ["it"])
+    with pytest.raises(ValueError, match="its own"), ranks.together():
+        raise ValueError("its own")
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert own_rank() == (0, 1)
+    monkeypatch.setenv("RANK", "1")
+    assert (own_rank(), who()) == ((1, 2), "rank 1: ")
+    monkeypatch.setenv("RANK", "2")
+    assert own_rank() == (0, 1)
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    for name in ("LOCAL_WORLD_SIZE", "LLAMA_MINI_TIMEOUT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch.setenv
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("MASTER_PORT", ["", "x", "65536", "-1"]),
+        ("LOCAL_WORLD_SIZE", ["", "x", "0", "3"]),
+        ("LLAMA_MINI_TIMEOUT", ["", "soon", "0", "-1", "1e3"]),
+    ],
+)
+def test_a_variable_that_does_not_serve_is_named(second_of_two, name: str, values: list) -> None:
+    for value in values:
+        second_of_two(name, value)
+        with pytest.raises(ValueError, match=f"^{name} is '{value}'"):
+            start(CPU)
+
+
+def test_a_program_at_the_port_that_says_nothing_is_named(second_of_two, monkeypatch) -> None:
+    monkeypatch.setattr("llama_mini.speed.ranks.PATIENCE", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        second_of_two("MASTER_PORT", str(port))
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=rf"127\.0\.0\.1:{port} .* does not answer"):
+            start(CPU)
+        assert time.monotonic() - began < 60  # LLAMA_MINI_TIMEOUT is 120
+
+
+def test_the_fingerprint_sees_what_would_make_another_text(checkpoint: Path, tmp_path) -> None:
+    def changed(folder: str, spoil: Callable[[Path], object]) -> set[str]:
+        shutil.copytree(checkpoint, tmp_path / folder)
+        spoil(tmp_path / folder)
+        theirs = fingerprint(open_checkpoint(tmp_path / folder))
+        return {name for name, value in theirs.items() if value != own[name]}
+
+    def config(**values: object) -> Callable[[Path], object]:
+        path = "config.json"
+        return lambda folder: (folder / path).write_text(
+            json.dumps(json.loads((folder / path).read_text()) | values)
+        )
+
+    def weights(change: Callable[[dict], object]) -> Callable[[Path], None]:
+        def spoil(folder: Path) -> None:
+            state = load_file(folder / "model.safetensors")
+            change(state)
+            save_file(state, folder / "model.safetensors")
+
+        return spoil
+
+    own = fingerprint(open_checkpoint(checkpoint))
+    assert changed("same", lambda folder: None) == set()
+    assert changed("note", config(transformers_version="4.0")) == set()
+    assert changed("theta", config(rope_theta=5.0)) == {"config"}
+    assert changed("eps", config(rms_norm_eps=0.1)) == {"config"}
+    for name in own_names(checkpoint):
+        spoil = weights(lambda state, name=name: state[name].view(-1)[-1:].add_(1))
+        assert changed(name, spoil) == {"weights"}, name
+    bos = '{"add_bos_token": false}'
+    spoil = lambda folder: (folder / "tokenizer_config.json").write_text(bos)  # noqa: E731
+    assert changed("bos", spoil) == {"tokenizer"}
+
+
+def own_names(checkpoint: Path) -> list[str]:
+    return sorted(load_file(checkpoint / "model.safetensors"))
+
+
 def test_the_end_of_the_store_is_one_line() -> None:
     kept = keep_store()
     store = dist.TCPStore("127.0.0.1", kept.port, timeout=timedelta(seconds=PATIENCE))
@@ -303,16 +467,7 @@ def test_a_dtype_that_is_no_float_is_refused(folders: dict[str, Path]) -> None:
         load_parallel(Ranks(0, 2, CPU, 1, dist.HashStore()), folders["tied"], dtype=torch.int8)
 
 
-@pytest.mark.parametrize("seconds", ["soon", "0", "-1", ""])
-def test_a_timeout_that_is_no_number_is_refused(
-    seconds: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLAMA_MINI_TIMEOUT", seconds)
-    with pytest.raises(ValueError, match=f"LLAMA_MINI_TIMEOUT is '{seconds}'"):
-        start(CPU)
-
-
-def test_a_device_that_ranks_cannot_use_is_refused() -> None:
+def test_a_device_that_ranks_cannot_use_is_refused(second_of_two) -> None:
     with pytest.raises(ValueError, match="not on mps: use --device cpu"):
         start(torch.device("mps"))
 
@@ -371,7 +526,6 @@ def test_torchrun_prints_the_text_of_one_process(
     process = torchrun(checkpoint, *options, "--prompt", "-")
     stdout, stderr = process.communicate(prompt.encode(), LIMIT)
     assert process.returncode == 0, stderr.decode()
-    main = runpy.run_path(str(ROOT / "generate.py"))["main"]
     assert main([*options, "--model", str(checkpoint), "--device", "cpu", "--prompt", prompt]) == 0
     assert stdout.decode() == capsys.readouterr().out
 
