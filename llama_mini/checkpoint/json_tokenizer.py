@@ -47,6 +47,8 @@ class JsonTokenizer(Tokenizer):
             model.model.dropout = None  # for training: each encoding would be another
         own = {token["content"]: token["id"] for token in values.get("added_tokens") or []}
         self._require_ids(model, own, "its added_tokens")
+        special = {t.content for t in model.get_added_tokens_decoder().values() if t.special}
+        special |= settings.special.keys()
         self._add_tokens(model, settings)
         beside = {token.content: token_id for token_id, token in settings.added.items()}
         self._require_ids(model, beside, BESIDE)
@@ -55,7 +57,7 @@ class JsonTokenizer(Tokenizer):
         self.control = {
             token.content: token_id
             for token_id, token in added.items()
-            if token.special or token.content in settings.special
+            if token.special or token.content in special
         }
         control = self.control.keys()
         self._added = {
