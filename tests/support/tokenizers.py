@@ -24,7 +24,9 @@ def write_json(path: Path, **values: object) -> None:
     path.write_text(json.dumps(values), encoding="utf-8")
 
 
-def write_sentencepiece(folder: Path, **options: object) -> Path:
+def write_sentencepiece(
+    folder: Path, sentences: tuple[str, ...] = TEXT * 3, **options: object
+) -> Path:
     """A tokenizer.model with Llama's settings: BPE, byte fallback, spaces kept as they are."""
     folder.mkdir(parents=True, exist_ok=True)
     model = io.BytesIO()
@@ -39,7 +41,7 @@ def write_sentencepiece(folder: Path, **options: object) -> Path:
         "minloglevel": 2,
     }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT * 3), model_writer=model, **(chosen | options)
+        sentence_iterator=iter(sentences), model_writer=model, **(chosen | options)
     )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     return folder
