@@ -177,7 +177,7 @@ def perplexity_command(options: argparse.Namespace) -> None:
     print(
         table(
             [
-                ("perplexity", f"{found.perplexity:.4f}"),
+                ("perplexity", f"{found.perplexity:,.4f}"),
                 ("nats per token", f"{found.nats / found.tokens:.4f}"),
                 ("nats per character", f"{found.nats / len(text):.4f}"),
                 ("tokens predicted", f"{found.tokens:,}"),
