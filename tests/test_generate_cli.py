@@ -1,15 +1,20 @@
 """The command line: what it prints where, and one line for whatever goes wrong."""
 
+import fcntl
 import importlib
 import io
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +24,7 @@ import torch
 import llama_mini
 from llama_mini import __main__ as cli
 from llama_mini import generate, load_model, load_tokenizer
+from llama_mini.checkpoint import chat_prompt
 from tests.support.fixtures import STORIES260K_TEXT
 from tests.support.processes import ROOT, damaged
 
@@ -521,6 +527,87 @@ def test_compiling_says_what_it_does_and_how_long_it_took(checkpoint, capsys, mo
     code, out, err = run(capsys, *arguments, "--compile", "--temperature", "0")
     assert (code, out) == (0, f"The{text_of(checkpoint, 'The', 2)}\n")
     assert re.match(r"compiled in \d+\.\d s\n", err)
+
+
+@pytest.fixture
+def talkative(checkpoint, tmp_path) -> Path:
+    """The checkpoint with a chat template and no stop id."""
+    folder = damaged(checkpoint, tmp_path, max_position_embeddings=10**6, eos_token_id=None)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_a_conversation_without_a_terminal_reads_a_turn_a_line(talkative, capsys, monkeypatch):
+    arguments = ("--chat", "--model", str(talkative), "--temperature", "0", "--system", "Once")
+    arguments += ("--max-new-tokens", "6")
+    tokenizer, model = load_tokenizer(talkative), load_model(talkative, dtype=torch.float32)
+
+    def answers(*turns: str) -> list[str]:
+        messages, said = [{"role": "system", "content": "Once"}], []
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            ids = chat_prompt(talkative, tokenizer, messages)
+            said.append(tokenizer.decode(generate(model, [ids], 6, vocab_size=300)[0]))
+            messages.append({"role": "assistant", "content": said[-1]})
+        return said
+
+    def feed(text: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        return run(capsys, *arguments)
+
+    said = answers("The fox", "The dög")
+    expected = "".join(f"{text}\n" for text in said)
+    assert feed("The fox\n\nThe dög") == (0, expected, stopped_after(6) * 2)
+    assert feed("The fox\r\nThe dög\n/exit\nnot this\n") == (0, expected, stopped_after(6) * 2)
+    again = "".join(f"{text}\n" for text in [said[0], *answers("The dög")])
+    assert feed("The fox\n/reset\nThe dög\n") == (0, again, stopped_after(6) * 2)
+    assert feed("") == (0, "", "")
+    code, out, err = feed("The fox\n" + "The quick brown fox. " * 10**5)
+    assert (code, out) == (1, said[0] + "\n")
+    assert "context of 1000000" in err
+
+
+def test_a_conversation_on_a_terminal(talkative):
+    """Ctrl-C ends an answer, takes a line back, and never ends the program; Ctrl-D does."""
+    main, side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "generate.py", "--chat", "--model", str(talkative), "--seed", "1"],
+        cwd=ROOT,
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(side)
+    seen = ""
+
+    def until(done: Callable[[str], bool]) -> None:
+        nonlocal seen
+        end = time.monotonic() + 120
+        while not done(seen) and time.monotonic() < end:
+            if select.select([main], [], [], 1)[0]:
+                seen += os.read(main, 4096).decode(errors="replace")
+        assert done(seen), seen
+
+    try:
+        until(lambda text: "/reset" in text and text.endswith("> "))
+        for turn in (b"The fox\n", b"The dog\n"):
+            before = len(seen)
+            os.write(main, turn)
+            until(lambda text, before=before: len(text) > before + 60)  # an answer without an end
+            os.write(main, b"\x03")
+            until(lambda text, before=before: text.endswith("\n> ") and len(text) > before + 60)
+        os.write(main, b"half a line\x03")
+        until(lambda text: text.count("> ") == 4)
+        assert process.poll() is None
+        os.write(main, b"\x04")
+        assert process.wait(60) == 0
+        assert "rror" not in seen
+    finally:
+        process.kill()
+        os.close(main)
 
 
 @pytest.mark.slow

@@ -81,6 +81,8 @@ class Answer:
 
     def rest(self) -> str:
         """What is held back of an answer that was interrupted, or has ended: once."""
+        if self._stop.reached:  # what follows the stop string is no part of it
+            return ""
         return self._more(self._stop.push(self._decoder.flush()) + self._stop.flush())
 
     def _more(self, text: str) -> str:
