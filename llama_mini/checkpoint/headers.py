@@ -8,7 +8,7 @@ import torch
 
 from ..config import short, shown
 from .hub import INDEX
-from .names import translate
+from .names import translate_all
 from .untrusted import Entry, is_there, read_header, read_weight_map, said
 
 DTYPES = {
@@ -17,8 +17,11 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# Tables that old files hold, and that rope.py makes.
-RECOMPUTED = re.compile(r"(model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq|rope\.freqs)")
+# Tables that follow from the config, and that rope.py and model.py make anew.
+RECOMPUTED = re.compile(
+    r"(.*\.)?(rotary_emb\.(.*_)?(inv_freq|cos_cached|sin_cached|cos|sin)|rope\.freqs|freqs_(cis|cos|sin)|"
+    r"causal_mask|masked_bias|position_ids)"
+)
 # Files of a training run that hold no weights.
 TRAINING = {"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"}
 
@@ -47,35 +50,46 @@ def read_headers(folder: Path, names: dict[str, str]) -> dict[str, Stored]:
     `names` is a table from theirs to ours. Raises for files that are not there or cannot be read.
     """
     files, index = _weight_files(folder, meta="tok_embeddings" in names)
+    headers = {file: read_header(file) for file in files}
+    held = {(name, file.name) for file, header in headers.items() for name in header}
+    all_names = {name for name, _ in held} | index.keys()
+    ours = translate_all([name for name in all_names if not RECOMPUTED.fullmatch(name)], names)
     stored: dict[str, Stored] = {}
-    found = set()
-    for file in files:
-        for name, entry in read_header(file).items():
-            shape, dtype = entry.shape, entry.dtype
-            if RECOMPUTED.fullmatch(name):
+
+    def add(key: str, tensor: Stored) -> None:
+        before = stored.setdefault(key, tensor)
+        if before is not tensor:  # two names in the file for one of ours
+            says = (
+                f"{tensor.file.name} holds {shown(tensor.name)} and {shown(before.name)}, which are"
+            )
+            problem = f"{says} the same tensor"
+            stored[f"{tensor.name} in {tensor.file.name}"] = tensor._replace(problem=problem)
+
+    for file, header in headers.items():
+        for name, entry in header.items():
+            if name not in ours:
                 continue
-            found.add((name, file.name))
-            ours, problem, says = translate(name, names), "", f"{file.name} holds {shown(name)}"
+            key, problem, says = ours[name], "", f"{file.name} holds {shown(name)}"
             misplaced = bool(index) and index.get(name) != file.name
-            if ours is None and name.endswith(".bias"):
+            if key is None and name.endswith(".bias"):
                 problem = f"{says}: biases are not supported"
-            elif dtype not in DTYPES:
+            elif entry.dtype not in DTYPES:
                 problem = (
-                    f"{says} as {dtype}: quantised weights are not supported, their scales would be "
-                    "lost"
+                    f"{says} as {entry.dtype}: quantised weights are not supported, their scales would "
+                    "be lost"
                 )
-            elif ours is None:
-                problem = f"{says} {short(shape)}, which is no part of this decoder"
+            elif key is None:
+                problem = f"{says} {short(entry.shape)}, which is no part of this decoder"
             elif misplaced:
                 problem = f"{says}, which the index does not name there"
-            if ours is None or (misplaced and name in index):  # that is looked for where it says
-                ours = f"{name} in {file.name}"
-            stored[ours] = Stored(file, name, entry, problem)
+            if key is None or (misplaced and name in index):  # that is looked for where it says
+                key = f"{name} in {file.name}"
+            add(key, Stored(file, name, entry, problem))
     for name, file_name in index.items():
-        if (name, file_name) not in found and not RECOMPUTED.fullmatch(name):
+        if (name, file_name) not in held and name in ours:
             problem = f"{file_name} lacks {shown(name)}, which the index names"
-            key = translate(name, names) or name
-            stored.setdefault(key, Stored(folder / file_name, name, Entry("", (), 0, 0), problem))
+            nothing = Stored(folder / file_name, name, Entry("", (), 0, 0), problem)
+            stored.setdefault(ours[name] or name, nothing)
     if not stored:
         raise ValueError(f"{', '.join(map(str, files)) or folder / INDEX} holds no tensors")
     return stored

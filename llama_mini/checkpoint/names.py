@@ -1,6 +1,7 @@
 """Our names of the tensors and those in files."""
 
 import re
+from collections.abc import Collection
 
 from ..placements.llama import NAMES as HUGGING_FACE
 
@@ -18,9 +19,13 @@ META = {
     "final_norm": "norm",
     "lm_head": "output",
 }
+# What torch.compile, data parallelism and checkpointing of activations put into the names.
+WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 TIED = ("embed.weight", "lm_head.weight")
 
-__all__ = ["HUGGING_FACE", "META", "TIED", "inverse", "translate"]
+__all__ = ["HUGGING_FACE", "META", "TIED", "inverse", "translate", "translate_all"]
 
 
 def translate(name: str, table: dict[str, str]) -> str | None:
@@ -39,3 +44,33 @@ def translate(name: str, table: dict[str, str]) -> str | None:
 def inverse(table: dict[str, str]) -> dict[str, str]:
     """The table for `translate` in the other direction."""
     return {theirs: ours for ours, theirs in table.items()}
+
+
+def translate_all(names: Collection[str], table: dict[str, str]) -> dict[str, str | None]:
+    """Our name of every tensor of a checkpoint, None where it has none.
+
+    Names are also known without their first part (a model saved without its head has `layers.0` for
+    `model.layers.0`), with parts in front that all of them carry, and with what wrappers add.
+    Whichever reading knows the most names is taken, and the names as they are where none knows more.
+    """
+    plain = {name: translate(name, table) for name in names}
+    if None not in plain.values():
+        return plain
+    bare = {name: WRAPPERS.sub("", name) for name in names}
+    first = [path.split(".")[0] for path in table if "." in path]
+    front = max(first, key=first.count, default="") + "."  # model. for Llama, none for Meta
+    readings = [{name: name for name in names}, bare]
+    for _ in range(3):
+        starts = {name.partition(".")[0] for name in readings[-1].values()}
+        if len(starts) != 1 or not all("." in name for name in readings[-1].values()):
+            break
+        readings.append({name: short.partition(".")[2] for name, short in readings[-1].items()})
+    readings += [
+        {
+            name: short if translate(short, table) else front + short
+            for name, short in reading.items()
+        }
+        for reading in list(readings)
+    ]
+    known = [{name: translate(short, table) for name, short in each.items()} for each in readings]
+    return max(known, key=lambda each: sum(ours is not None for ours in each.values()))

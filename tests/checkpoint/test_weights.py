@@ -324,6 +324,81 @@ def test_stored_frequencies_are_ignored(tmp_path):
     check(load_model(write(tmp_path, {**weights, **old})), weights)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.cos_cached",
+        "model.layers.1.self_attn.rotary_emb.sin_cached",
+        "model.rotary_emb.inv_freq",
+        "model.rotary_emb.original_inv_freq",
+        "rotary_emb.inv_freq",
+        "rope.freqs",
+        "freqs_cis",
+        "model.causal_mask",
+        "model.layers.0.self_attn.masked_bias",
+        "model.embed_tokens.position_ids",
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "model."])
+def test_what_is_computed_anew_is_ignored(tmp_path, name, prefix):
+    """Whatever its dtype, and whatever stands in front of all names."""
+    weights = tensors()
+    more = {**weights, name: torch.ones(4, 4, dtype=torch.int64)}
+    check(load_model(write(tmp_path, {prefix + key: w for key, w in more.items()})), weights)
+
+
+def without_model(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    "rename",
+    [
+        without_model,
+        lambda name: f"model.{name}",
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"module.{name}",
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: f"base_model.model.{name}",
+        lambda name: f"any.{name}",
+        lambda name: f"module.{without_model(name)}",
+        lambda name: f"language_model.{without_model(name)}",
+        lambda name: name.replace("self_attn.", "_fsdp_wrapped_module.self_attn."),
+        lambda name: name.replace("layers.1.", "layers.1._orig_mod."),
+        lambda name: name.replace("mlp.", "_checkpoint_wrapped_module.mlp."),
+    ],
+)
+def test_names_that_wrappers_change(tmp_path, rename, sharded):
+    weights = tensors()
+    if sharded:
+        shards = [{rename(name): w for name, w in shard.items()} for shard in halves(weights)]
+        write_shards(tmp_path, *shards)
+    else:
+        write(tmp_path, {rename(name): weight for name, weight in weights.items()})
+    check(load_model(tmp_path), weights)
+
+
+def test_a_tied_model_that_was_saved_without_its_head(tmp_path):
+    weights = tensors(tie_word_embeddings=True)
+    bare = {without_model(name): weight for name, weight in weights.items()}
+    check(load_model(write(tmp_path, bare, tie_word_embeddings=True)), weights)
+
+
+def test_two_names_of_one_tensor(tmp_path):
+    message = complaint(write(tmp_path, {**tensors(), f"module.{Q}": torch.ones(32, 32)}))
+    assert f"module.{Q}" in message
+    assert "same tensor" in message
+
+
+def test_errors_name_the_tensors_as_the_file_does(tmp_path):
+    weights = {f"_orig_mod.{name}": weight for name, weight in tensors().items()}
+    weights[f"_orig_mod.{Q}"] = torch.ones(3, 32)
+    message = complaint(write(tmp_path, weights))
+    assert f"model.safetensors holds _orig_mod.{Q} (3, 32), and the config says (32, 32)" in message
+    assert ";" not in message
+
+
 def test_stored_frequencies_in_shards_are_ignored(tmp_path):
     """Whether the index and the file agree on them or not."""
     weights = tensors()
