@@ -22,6 +22,7 @@ RECOMPUTED = re.compile(
     r"(.*\.)?(rotary_emb\.(.*_)?(inv_freq|cos_cached|sin_cached|cos|sin)|rope\.freqs|freqs_(cis|cos|sin)|"
     r"causal_mask|masked_bias|position_ids)"
 )
+META_FILES = ("consolidated.00.safetensors", "consolidated.safetensors")  # Meta's, and Mistral's
 # Files of a training run that hold no weights.
 TRAINING = {"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"}
 
@@ -97,17 +98,17 @@ def read_headers(folder: Path, names: dict[str, str]) -> dict[str, Stored]:
 
 def _weight_files(folder: Path, meta: bool) -> tuple[list[Path], dict[str, str]]:
     """The files that hold a checkpoint, and the index from tensors to file names where one says."""
-    one = folder / ("consolidated.00.safetensors" if meta else "model.safetensors")
-    path = folder / INDEX
+    names, path = META_FILES if meta else ("model.safetensors",), folder / INDEX
     if meta and is_there(folder / "consolidated.01.safetensors"):
         raise ValueError(
             f"{folder} holds a checkpoint cut for several devices (consolidated.01.safetensors): join "
             "its consolidated files into one first"
         )
-    if is_there(one):
-        return [one], {}
+    for name in names:
+        if is_there(folder / name):
+            return [folder / name], {}
     if meta or not is_there(path):
-        raise _no_weights(folder, one.name)
+        raise _no_weights(folder, names[0])
     index = read_weight_map(path)
     files = [folder / file for file in dict.fromkeys(index.values())]
     try:

@@ -44,7 +44,7 @@ def find(folder_or_hub_id: str | Path) -> tuple[Path, str | None]:
     except (OSError, RuntimeError) as error:  # no permission, too long, ~ without a home
         raise FileNotFoundError(f"folder {name!r} cannot be opened: {error}") from None
     is_hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII)
-    if isinstance(folder_or_hub_id, Path) or not is_hub_id or path.parent.is_dir():
+    if isinstance(folder_or_hub_id, Path) or not is_hub_id:
         hint = "" if "/" in name else " (a model of the Hugging Face hub is named owner/name)"
         raise FileNotFoundError(f"there is no folder {name!r}{hint}")
     return _fetch(name, SMALL_FILES), name
@@ -52,7 +52,8 @@ def find(folder_or_hub_id: str | Path) -> tuple[Path, str | None]:
 
 def fetch_weights(hub_id: str, folder: Path) -> None:
     """Fetch the weights beside the files that `find` fetched: `model.safetensors`, else the shards that
-    the index names, else `consolidated.00.safetensors` beside a `params.json`.
+    the index names, else `consolidated.00.safetensors` or `consolidated.safetensors` beside a
+    `params.json`.
 
     Raises ValueError for a model that holds no safetensors weights, and as `find` does.
     """
@@ -66,9 +67,10 @@ def fetch_weights(hub_id: str, folder: Path) -> None:
         _fetch(hub_id, SMALL_FILES + shards, commit)
         return
     if (folder / "params.json").is_file() and not (folder / "config.json").is_file():
-        _fetch(hub_id, [*SMALL_FILES, "consolidated.00.safetensors"], commit)
-        if (folder / "consolidated.00.safetensors").is_file():
-            return
+        for name in ("consolidated.00.safetensors", "consolidated.safetensors"):
+            _fetch(hub_id, [*SMALL_FILES, name], commit)
+            if (folder / name).is_file():
+                return
     raise ValueError(
         f"{hub_id} has no weights in safetensors (model.safetensors or {INDEX}); PyTorch pickles "
         "(.bin, .pth) can run code and are not read: convert it with transformers' save_pretrained"

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..config import LlamaConfig
+from ..config import LlamaConfig, short
 from ..generation import require_sampling
 from ..placements.family import Family
 from ..placements.keys import token_ids
@@ -81,19 +81,26 @@ class Checkpoint:
         return self._read[1]
 
     def sampling(self) -> dict[str, Any]:
-        """Temperature, top_k and top_p as generation_config.json sets them, where it says to sample."""
-        given = self.json(GENERATION)
-        if given.get("do_sample") is not True:
-            return {}
-        own = {name: given.get(name) for name in ("temperature", "top_k", "top_p")}
-        own = {name: value for name, value in own.items() if value is not None}
+        """What generation_config.json says of `temperature`, `top_k` and `top_p`, as `sample` takes them;
+        what it leaves open is not there.
+
+        `do_sample: false` is temperature 0, whatever else it says, and true is 1 where no temperature is
+        given; a top_k of 0 is none. Raises ValueError for values out of range.
+        """
+        given = {key: value for key, value in self.json(GENERATION).items() if value is not None}
+        asked = given.get("do_sample")
+        own = {key: given[key] for key in ("temperature", "top_k", "top_p") if key in given}
         if own.get("top_k") == 0:  # transformers' word for all tokens
             del own["top_k"]
         try:
-            require_sampling(**{"temperature": 1.0, "top_k": None, "top_p": None} | own)
+            if not isinstance(asked, bool | None):
+                raise ValueError(f"do_sample must be true or false, not {short(asked)}")
+            require_sampling(own.get("temperature", 1.0), own.get("top_k"), own.get("top_p"))
         except ValueError as error:
             raise ValueError(f"{self.folder / GENERATION}: {error}") from None
-        return own
+        if asked is False:
+            return {"temperature": 0.0}
+        return ({"temperature": 1.0} if asked else {}) | own
 
     @cached_property
     def stored(self) -> dict[str, Stored]:

@@ -31,6 +31,14 @@ def load_tokenizer(source: str | Path | Checkpoint) -> Tokenizer:
         return SentencePieceTokenizer(folder / "tokenizer.model", settings)
     if is_there(folder / "vocab.json") and is_there(folder / "merges.txt"):
         return _gpt2(folder, settings)
+    mistrals = sorted(p.name for p in folder.glob("tek*.json")) + sorted(
+        p.name for p in folder.glob("tokenizer.model.v*")
+    )
+    if mistrals:
+        raise FileNotFoundError(
+            f"{folder} holds Mistral's own {mistrals[0]}, which is not read: take tokenizer.json from the "
+            "same repository, or from its -hf sibling"
+        )
     raise FileNotFoundError(
         f"{folder} holds no tokenizer: neither tokenizer.json nor tokenizer.model (transformers' "
         "AutoTokenizer and save_pretrained make a tokenizer.json of what it reads)"

@@ -544,6 +544,35 @@ def test_metas_layout_is_the_same_model(written, family, dtype, tmp_path):
     assert all(torch.equal(weight, weights[name]) for name, weight in ours.state_dict().items())
 
 
+@pytest.mark.parametrize("family", ["Mistral, no window", "Mistral, window"])
+def test_mistrals_own_layout_is_the_same_model(written, family, tmp_path):
+    window = 32 if family == "Mistral, window" else None
+    params = {
+        "dim": 64,
+        "n_layers": 2,
+        "head_dim": 8,
+        "hidden_dim": 224,
+        "n_heads": 8,
+        "n_kv_heads": 2,
+        "norm_eps": 1e-05,
+        "vocab_size": VOCAB,
+    }  # without a rope_theta: its own code has 1e6, or 1e4 with a window
+    write_meta(written(family), tmp_path, params | ({"sliding_window": window} if window else {}))
+    (tmp_path / "consolidated.00.safetensors").rename(tmp_path / "consolidated.safetensors")
+    check(tmp_path, written(family), torch.float32)
+    assert read_config(tmp_path).sliding_window == window
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"tekken\.json.*take tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_mistrals_experts_are_refused_by_name(tmp_path):
+    params = {**META["Llama 3"], "hidden_dim": 224, "moe": {"num_experts": 8}}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    with pytest.raises(ValueError, match=r"params\.json: moe is "):
+        read_config(tmp_path)
+
+
 def test_metas_layout_has_rows_in_another_order(written, tmp_path):
     """Otherwise the test above could not fail."""
     write_meta(written("Llama 3"), tmp_path, META["Llama 3"])

@@ -72,7 +72,7 @@ import json, sys, time, types
 time.sleep = lambda seconds: None  # huggingface_hub waits a second before it goes on
 for name in ("llama_mini", "llama_mini.checkpoint"):
     sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [name.replace(".", "/")]
+    sys.modules[name].__path__ = [f"{ROOT}/{name.replace('.', '/')}"]
 from llama_mini.checkpoint.hub import fetch_weights, find
 for name, weights in json.loads(sys.argv[1]):
     try:
@@ -159,14 +159,16 @@ def etag(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()
 
 
-def run(calls: list[tuple[str, bool]], home: Path, **settings: str) -> tuple[list[dict], str]:
+def run(
+    calls: list[tuple[str, bool]], home: Path, cwd: Path = ROOT, **settings: str
+) -> tuple[list[dict], str]:
     """What each call gives, and what the process shows on standard error."""
     settings = {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"} | settings
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | settings
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(calls)],
+        [sys.executable, "-c", f"ROOT = {str(ROOT)!r}\n{SCRIPT}", json.dumps(calls)],
         env=environment,
-        cwd=ROOT,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=120,
@@ -331,7 +333,6 @@ def test_folder_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "/no/such",
         "~/no-such-folder",
         "a/b/c",
-        "weights/typo",
         "foo",
         "foo/",
         "",
@@ -359,3 +360,12 @@ def test_file_is_not_a_folder(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(ValueError, match=r"model\.safetensors is a file: name the folder"):
         find(str(file))
+
+
+def test_a_folder_beside_it_does_not_hide_a_hub_model(online: dict, home: Path) -> None:
+    """`owner/other` here, `owner/single` in the cache: only a folder that exists wins."""
+    (home / "owner" / "other").mkdir(parents=True)
+    settings = {"HF_HUB_OFFLINE": "1"}
+    results, _ = run([("owner/single", True), ("owner/absent", False)], home, cwd=home, **settings)
+    assert results[0] == online["owner/single", True][-1]
+    assert "there is no folder 'owner/absent'" in results[1]["message"]

@@ -113,6 +113,36 @@ def test_training_never_writes_to_the_file(checkpoint, tmp_path, dtype):
     assert torch.equal(again.blocks[0].ffn.up_proj.weight, old)
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "top_k": 0, "top_p": 1}, {"temperature": 1.0, "top_p": 1}),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}),
+        ({"do_sample": None, "temperature": None, "top_k": None, "top_p": None}, {}),
+    ],
+)
+def test_sampling_of_the_generation_config(tmp_path, values, expected):
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    assert open_checkpoint(tmp_path).sampling() == expected
+
+
+def test_no_generation_config_says_nothing(tmp_path):
+    assert open_checkpoint(tmp_path).sampling() == {}
+
+
+@pytest.mark.parametrize("key", ["do_sample", "temperature", "top_k", "top_p"])
+@pytest.mark.parametrize("value", ["0.6", -1, [1], "nan"])
+def test_sampling_that_is_none(tmp_path, key, value):
+    text = "NaN" if value == "nan" else json.dumps(value)
+    (tmp_path / "generation_config.json").write_text(f'{{"{key}": {text}}}')
+    with pytest.raises(ValueError, match=rf"generation_config\.json: .*{key}"):
+        open_checkpoint(tmp_path).sampling()
+
+
 def test_the_command_says_what_it_ignores_in_one_line(checkpoint, tmp_path, capsys):
     import generate
 
