@@ -12,11 +12,13 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..cli import choose_device, run_command
+from .gpu_report import write_report
 from .model import bench_model
 from .norm import bench_norms, norm_table
 from .shapes import SHAPES
@@ -34,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--model", metavar="FOLDER", help="a checkpoint folder or hub name")
     what.add_argument("--shape", metavar="NAME", help=f"random weights: {', '.join(SHAPES)}")
     what.add_argument("--norm", action="store_true", help="what a fused RMSNorm saves")
+    what.add_argument("--gpu-report", metavar="OUT", help="what a GPU is to show, into a JSON file")
     add = parser.add_argument
     add(
         "--device", choices=["cpu", "cuda"], help="default: the GPU; --norm: each one that is there"
@@ -60,15 +63,20 @@ def main(arguments: list[str] | None = None) -> int:
         add("--against", choices=["transformers"], help="measure it in the same run"),
     ]
     options = parser.parse_args(arguments)
-    if not options.norm and options.model is None and options.shape is None:
-        parser.error("say what to measure: --model FOLDER, --shape NAME or --norm")
+    alone = "--norm" if options.norm else "--gpu-report" if options.gpu_report else None
+    if not alone and options.model is None and options.shape is None:
+        parser.error(
+            "say what to measure: --model FOLDER, --shape NAME, --norm or --gpu-report OUT"
+        )
     given = [a.option_strings[0] for a in of_models if getattr(options, a.dest) != a.default]
-    if options.norm and given:
-        parser.error(f"{', '.join(given)}: not with --norm")
+    if alone and given:
+        parser.error(f"{', '.join(given)}: not with {alone}")
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.gpu_report:
+        return write_report(Path(options.gpu_report))
     machine: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     there = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     if "cuda" in there:

@@ -51,9 +51,9 @@ def limits(model: Llama, batch: int) -> dict[str, tuple[Callable[[], object], fl
     """
     weight = model.embed.weight
     device, n = weight.device, MATRIX[weight.device.type]
-    x = torch.ones(BUFFER_BYTES[device.type] // 4, device=device)
+    x = torch.ones(BUFFER_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     y = torch.empty_like(x)
-    a, b = torch.randn(2, n, n, device=device).to(weight.dtype)
+    a, b = torch.randn(2, n, n, dtype=torch.float32, device=device).to(weight.dtype)
     c = torch.empty_like(a)
     return {
         "copy": (lambda: y.copy_(x), 2 * x.nbytes),

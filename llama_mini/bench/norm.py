@@ -96,9 +96,10 @@ def bench_norm(
     results = []
     for dtype in dtypes:
         for rows, width in shapes:
-            generator = torch.Generator().manual_seed(0)
-            x = torch.randn(rows, width, generator=generator).to(device, dtype)
-            norm = RMSNorm(width, 1e-5)
+            generator = torch.Generator("cpu").manual_seed(0)
+            x = torch.empty(rows, width, dtype=torch.float32, device="cpu")
+            x = x.normal_(generator=generator).to(device, dtype)
+            norm = RMSNorm(width, 1e-5).to("cpu", torch.float32)
             norm.weight.uniform_(0.5, 1.5, generator=generator)
             norm = norm.to(device, dtype)
             exact = F.rms_norm(x.double(), (width,), norm.weight.double(), norm.eps)

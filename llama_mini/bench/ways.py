@@ -62,7 +62,7 @@ def through_stream(model: Llama, prompt: Tensor, new_tokens: int) -> Pass:
         times.append(time.perf_counter())
         ids.append(step_ids)
     step = (times[-1] - times[1]) / (new_tokens - 1)
-    return Pass(times[1] - times[0], step, torch.tensor(ids).T)
+    return Pass(times[1] - times[0], step, torch.tensor(ids, dtype=torch.long, device="cpu").T)
 
 
 def through_transformers(

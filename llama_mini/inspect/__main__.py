@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import load_model, load_tokenizer, open_checkpoint, require_memory
+from ..checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint, require_memory
 from ..cli import DEVICES, choose_device, run_command, table
 from ..config import shown
 from ..generation import require_prompts
@@ -30,53 +30,39 @@ from .record import compare, distances, forward_order, load_trace, matching, rec
 TOLERANCE = 1e-5
 
 
-def open_model(
-    options: argparse.Namespace, ids_of: Callable[[Any, Any], tuple[list[int], int]]
-) -> tuple[Llama, Any, list[int]]:
-    """The checkpoint's model, its tokenizer, and the ids of the text, once all of it is known to fit.
-
-    `ids_of` makes of tokenizer and config the ids, and says how many are read at once.
-    """
-    device, dtype = choose_device(options.device), getattr(torch, options.dtype)
-    checkpoint = open_checkpoint(options.model)
-    tokenizer = load_tokenizer(checkpoint)
-    ids, length = ids_of(tokenizer, checkpoint.config)
-    pieces = [ids[i : i + length] for i in range(0, len(ids), length)] if ids else [ids]
+def load(
+    options: argparse.Namespace, checkpoint: Checkpoint, ids: list[int], window: int | None = None
+) -> tuple[Llama, torch.Tensor]:
+    """The model, and the ids as tokens (1, t), once it is known that it can read them, `window` at once."""
+    device, dtype, t = choose_device(options.device), getattr(torch, options.dtype), len(ids)
+    most = min(window or t, t)
+    pieces = [ids[i : i + most] for i in range(0, t, most)] if ids else [ids]
     require_prompts(checkpoint.config, pieces, 0)
-    require_memory(checkpoint, device, dtype, length, all_logits=True)
-    return load_model(checkpoint, device, dtype), tokenizer, ids
-
-
-def open_prompt(options: argparse.Namespace) -> tuple[Llama, Any, torch.Tensor]:
-    def ids_of(tokenizer: Any, config: Any) -> tuple[list[int], int]:
-        ids = tokenizer.encode(options.prompt)
-        return ids, len(ids)
-
-    model, tokenizer, ids = open_model(options, ids_of)
-    return model, tokenizer, torch.tensor([ids], dtype=torch.long, device=model.embed.weight.device)
+    require_memory(checkpoint, device, dtype, most, all_logits=True)
+    tokens = torch.tensor([ids], dtype=torch.long, device=device)
+    return load_model(checkpoint, device, dtype), tokens
 
 
 def record_command(options: argparse.Namespace) -> None:
-    require_no_checkpoint(Path(options.out), options.model)
-    model, _, tokens = open_prompt(options)
+    checkpoint = open_checkpoint(options.model)
+    require_no_checkpoint(Path(options.out), checkpoint)
+    ids = load_tokenizer(checkpoint).encode(options.prompt)
+    model, tokens = load(options, checkpoint, ids)
     activations = record(model, tokens, options.names or ("*",))
     metadata = {"prompt": options.prompt, "dtype": options.dtype, "torch": torch.__version__}
     save_trace(options.out, {"tokens": tokens.cpu(), **activations}, metadata)
-    print(f"{options.out}: {len(activations)} activations of {tokens.shape[1]} tokens")
+    print(f"{options.out}: {len(activations)} activations of {len(ids)} tokens")
 
 
-def require_no_checkpoint(out: Path, source: str) -> None:
-    """Raise a `ValueError` where a trace written to `out` would take the place of the checkpoint's files
-    or be read as one of them.
+def require_no_checkpoint(out: Path, checkpoint: Checkpoint) -> None:
+    """Raise a `ValueError` where a trace in the file `out` would replace a file of the checkpoint, or be
+    read as one.
     """
-    stored = open_checkpoint(source).stored.values()
-    folder = next(iter(stored)).file.parent
-    others = [path for path in folder.iterdir() if path.suffix != ".safetensors"]
-    loaded = ("model.safetensors", "consolidated.00.safetensors")
-    same = out.exists() and any(
-        path.exists() and out.samefile(path) for path in [*others, *(t.file for t in stored)]
-    )
-    if same or (out.name in loaded and out.parent.resolve() == folder.resolve()):
+    folder, weights = checkpoint.folder, {tensor.file for tensor in checkpoint.stored.values()}
+    files = {path for path in folder.iterdir() if path.suffix != ".safetensors"} | weights
+    same = out.exists() and any(out.samefile(file) for file in files if file.exists())
+    read = out.name in ("model.safetensors", "consolidated.00.safetensors")
+    if same or (read and out.parent.resolve() == folder.resolve()):
         raise ValueError(f"--out {out}: that is a file of the checkpoint {folder}; name another")
 
 
@@ -129,8 +115,10 @@ def hint(name: str, reference: torch.Tensor, other: torch.Tensor, tolerance: flo
 def norms_command(options: argparse.Namespace) -> None:
     if options.plot:
         require_plot(Path(options.plot))
-    model, tokenizer, tokens = open_prompt(options)
-    ids = tokens[0].tolist()
+    checkpoint = open_checkpoint(options.model)
+    tokenizer = load_tokenizer(checkpoint)
+    ids = tokenizer.encode(options.prompt)
+    model, tokens = load(options, checkpoint, ids)
     rows, norms = norm_rows(model, tokens), norms_of(model)
     in_the_middle = [n for n in norms if n.startswith(f"blocks.{len(model.blocks) // 2}.")]
     dropped = [options.drop] if options.drop else in_the_middle[-1:]
@@ -165,26 +153,18 @@ def perplexity_command(options: argparse.Namespace) -> None:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8: {error}") from None
-    how: dict[str, int] = {}
-
-    def ids_of(tokenizer: Any, config: Any) -> tuple[list[int], int]:
-        how["window"], how["stride"] = perplexity.sizes(config, options.window, options.stride)
-        ids = tokenizer.encode(text)
-        return ids, min(len(ids), how["window"])
-
-    model, _, ids = open_model(options, ids_of)
-    found = perplexity.loss(model, ids, **how)
-    print(
-        table(
-            [
-                ("perplexity", f"{found.perplexity:,.4f}"),
-                ("nats per token", f"{found.nats / found.tokens:.4f}"),
-                ("nats per character", f"{found.nats / len(text):.4f}"),
-                ("tokens predicted", f"{found.tokens:,}"),
-                ("window, stride", f"{how['window']}, {how['stride']} tokens"),
-            ]
-        )
-    )
+    checkpoint = open_checkpoint(options.model)
+    window, stride = perplexity.sizes(checkpoint.config, options.window, options.stride)
+    model, tokens = load(options, checkpoint, load_tokenizer(checkpoint).encode(text), window)
+    found = perplexity.loss(model, tokens, window, stride)
+    rows = {
+        "perplexity": f"{found.perplexity:,.4f}",
+        "nats per token": f"{found.nats / found.tokens:.4f}",
+        "nats per character": f"{found.nats / len(text):.4f}",
+        "tokens predicted": f"{found.tokens:,}",
+        "window, stride": f"{window}, {stride} tokens",
+    }
+    print(table([*rows.items()]))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -104,7 +104,7 @@ class Walk:
         self.rows: list[NormRow] = []
         self.made: dict[int | None, tuple[str, NormRow | None, Tensor | None]] = {}
         self.before_delta: list[tuple[NormRow, Tensor]] = []  # whose sublayer is at work
-        self.x = torch.empty(0)
+        self.x = torch.empty(0, dtype=torch.float32, device="cpu")
         self.norms = norms_of(model)
         for name, module in model.named_modules():
             if name and not isinstance(module, nn.Identity):

@@ -5,11 +5,12 @@ only the tokens count that none before it has predicted. The first token of the 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..config import LlamaConfig
 from ..model import Llama
@@ -60,20 +61,18 @@ def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
 
 
 @torch.no_grad()
-def loss(model: Llama, ids: Sequence[int], window: int, stride: int) -> Loss:
-    """The loss of `model` on a text of token ids; a `ValueError` where it is not finite."""
-    if len(ids) < 2:
+def loss(model: Llama, tokens: Tensor, window: int, stride: int) -> Loss:
+    """The loss of `model` on a text, tokens (1, t); a `ValueError` where it is not finite."""
+    t, sums = tokens.shape[1], []
+    if t < 2:
         raise ValueError(
-            f"the text has {len(ids)} tokens: the first is not predicted, so give it 2"
+            f"the text has {t} tokens: the first is not predicted, so give it 2 or more"
         )
-    sums = []
-    for begin, end, predicted in windows(len(ids), window, stride):
-        text = torch.tensor([ids[begin:end]], device=model.embed.weight.device)
-        logits, first = model(text)[0], predicted - begin
-        new = F.cross_entropy(logits[first - 1 : -1].float(), text[0, first:], reduction="sum")
-        sums.append(new.item())
+    for begin, end, predicted in windows(t, window, stride):
+        logits = model(tokens[:, begin:end])[0, predicted - begin - 1 : -1].float()
+        sums.append(F.cross_entropy(logits, tokens[0, predicted:end], reduction="sum").item())
     if not math.isfinite(math.fsum(sums)):
         raise ValueError(
             "the loss is not finite: the weights are damaged, or their dtype is too narrow"
         )
-    return Loss(math.fsum(sums), len(ids) - 1)
+    return Loss(math.fsum(sums), t - 1)

@@ -99,13 +99,13 @@ def test_streaming_decodes_every_id_once(checkpoint, monkeypatch, capsys):
 
     tokenizer = load_tokenizer(checkpoint)
     prompt, new, decoded = "The quick brown fox", 50, []
-    real = type(tokenizer)._bytes
+    real = type(tokenizer).text_bytes
 
     def counting(self, token_id):
         decoded.append(token_id)
         return real(self, token_id)
 
-    monkeypatch.setattr(type(tokenizer), "_bytes", counting)
+    monkeypatch.setattr(type(tokenizer), "text_bytes", counting)
     folder = ("--model", str(checkpoint), "--seed", "3", "--max-new-tokens", str(new))
     assert cli.main(["--prompt", prompt, *folder]) == 0
     ids = tokenizer.encode(prompt)

@@ -441,8 +441,9 @@ def test_transformers_reads_no_meta_folder(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "say what to measure: --model FOLDER, --shape NAME or --norm"),
+        ([], "--model FOLDER, --shape NAME, --norm or --gpu-report OUT"),
         (["--norm", "--batch", "2", "--compile"], "--compile, --batch: not with --norm"),
+        (["--gpu-report", "x", "--runs", "2"], "--runs: not with --gpu-report"),
         (["--norm", "--shape", "stories"], "not allowed with argument --norm"),
     ],
 )
@@ -458,3 +459,11 @@ def test_a_gpu_that_is_not_there(monkeypatch, capsys):
         assert bench.main([*what, "--device", "cuda"]) == 1
         err = capsys.readouterr().err
         assert err == "error: --device cuda: torch finds no such device here; use --device auto\n"
+
+
+def test_the_gpu_report_needs_a_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(["--gpu-report", str(tmp_path / "out.json")]) == 1
+    err = capsys.readouterr().err
+    assert (err.startswith("error: --device cuda: "), err.count("\n")) == (True, 1)
+    assert not list(tmp_path.iterdir())

@@ -48,7 +48,9 @@ def test_the_number_is_that_of_transformers(
     assert len(ids) > 2 * 128
     window, stride = window or 128, stride or (window or 128) // 2
     expected = of_transformers(model.eval(), ids, window, stride)
-    ours = loss(load_model(checkpoint, dtype=torch.float32), ids, window, stride).perplexity
+    ours = loss(
+        load_model(checkpoint, dtype=torch.float32), torch.tensor([ids]), window, stride
+    ).perplexity
     assert ours == pytest.approx(expected, rel=1e-6)  # seen 1.0e-7
     assert found["perplexity"] == f"{ours:,.4f}"
     assert found["tokens predicted"] == str(len(ids) - 1)
@@ -72,7 +74,9 @@ def test_every_token_but_the_first_is_predicted_once(length: int, window: int, s
 def test_a_model_that_knows_nothing_has_the_size_of_its_vocabulary() -> None:
     model = random_llama()
     model.lm_head.weight.data.zero_()
-    assert loss(model, [1, 2, 3, 4, 5], 4, 2).perplexity == pytest.approx(64, rel=1e-6)
+    assert loss(model, torch.tensor([[1, 2, 3, 4, 5]]), 4, 2).perplexity == pytest.approx(
+        64, rel=1e-6
+    )
     assert Loss(math.log(2) * 3, 3).perplexity == pytest.approx(2)
 
 
@@ -110,4 +114,4 @@ def test_a_loss_that_is_not_finite_is_refused(checkpoint: Path) -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.lm_head.weight.data[3] = math.nan
     with pytest.raises(ValueError, match="not finite"):
-        loss(model, [1, 2, 3], 3, 1)
+        loss(model, torch.tensor([[1, 2, 3]]), 3, 1)
