@@ -31,16 +31,16 @@ class BlockCache(NamedTuple):
 
 def cache_bytes(config: LlamaConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
     """What a `KVCache` made of these takes."""
-    numbers = batch * config.num_key_value_heads * capacity * config.head_dim
-    return 2 * config.num_hidden_layers * numbers * dtype.itemsize
+    heads, key, value = config.cached()
+    return config.num_hidden_layers * batch * heads * capacity * (key + value) * dtype.itemsize
 
 
 class KVCache:
     """Room for `capacity` positions of keys and values in every block, of which the first `length`
     are filled.
 
-    Takes 2 * blocks * batch * g * capacity * d numbers of `dtype` (`cache_bytes`). `Llama.forward`
-    advances `length`, once.
+    Takes 2 * blocks * batch * g * capacity * d numbers of `dtype` (`cache_bytes`), unless the config says
+    otherwise (`LlamaConfig.cached`). `Llama.forward` advances `length`, once.
     """
 
     def __init__(
@@ -53,10 +53,11 @@ class KVCache:
     ) -> None:
         if batch < 1 or capacity < 1:
             raise ValueError(f"batch {batch} and capacity {capacity} must be 1 or more")
-        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
+        heads, key, value = config.cached()
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         blocks = range(config.num_hidden_layers)
-        self.keys = [torch.empty(shape, device=device, dtype=dtype) for _ in blocks]
-        self.values = [torch.empty(shape, device=device, dtype=dtype) for _ in blocks]
+        self.keys = [torch.empty(batch, heads, capacity, key, **place) for _ in blocks]
+        self.values = [torch.empty(batch, heads, capacity, value, **place) for _ in blocks]
         self.batch, self.capacity, self.dtype = batch, capacity, dtype
         self.length = 0
 

@@ -136,6 +136,16 @@ class LlamaConfig:
         embeddings = self.vocab_size * m * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * block + m
 
+    def cached(self) -> tuple[int, int, int]:
+        """What a cache keeps of a position: how many heads, and the size of a key and of a value."""
+        return self.num_key_value_heads, self.head_dim, self.head_dim
+
+    def context(self) -> int:
+        """How many positions a sequence can have."""
+        return min(
+            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
+        )
+
     def require_in_window(self, length: int) -> None:
         """Raise a `ValueError` when `length` positions reach beyond the sliding window: attention
         here is always full.

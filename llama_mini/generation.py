@@ -191,8 +191,7 @@ def padded_mask(queries: Tensor, keys: Tensor, padding: Tensor) -> Tensor:
 
 def context(config: LlamaConfig) -> int:
     """How many positions the model reads: its context, or the window that it may not leave."""
-    positions = config.max_position_embeddings
-    return min(positions, config.sliding_window or positions)
+    return config.context()
 
 
 def require_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -150,7 +150,7 @@ class Block(nn.Module):
         self.pre_attention_norm = norm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, norm)
         self.pre_ffn_norm = norm(config.hidden_size, config.rms_norm_eps)
-        self.ffn = SwiGLU(config)
+        self.ffn: nn.Module = SwiGLU(config)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None

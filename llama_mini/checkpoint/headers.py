@@ -44,17 +44,19 @@ class Stored(NamedTuple):
         return self.entry.dtype
 
 
-def read_headers(folder: Path, names: dict[str, str]) -> dict[str, Stored]:
+def read_headers(folder: Path, names: dict[str, str], constant: str = "") -> dict[str, Stored]:
     """Every tensor of a checkpoint by our name, or by its own where it has none, from the headers of
     the files that hold it; no weights are read.
 
-    `names` is a table from theirs to ours. Raises for files that are not there or cannot be read.
+    `names` is a table from theirs to ours, `constant` that of `Family`. Raises for files that are not
+    there or cannot be read.
     """
     files, index = _weight_files(folder, meta="tok_embeddings" in names)
     headers = {file: read_header(file) for file in files}
     held = {(name, file.name) for file, header in headers.items() for name in header}
     all_names = {name for name, _ in held} | index.keys()
-    ours = translate_all([name for name in all_names if not RECOMPUTED.fullmatch(name)], names)
+    tables = re.compile(f"{RECOMPUTED.pattern}|{constant}" if constant else RECOMPUTED.pattern)
+    ours = translate_all([name for name in all_names if not tables.fullmatch(name)], names)
     stored: dict[str, Stored] = {}
 
     def add(key: str, tensor: Stored) -> None:

@@ -35,10 +35,13 @@ def translate(name: str, table: dict[str, str]) -> str | None:
     block = re.search(r"\.([0-9]{1,9})\.", name)
     pattern = name.replace(block[0], ".N.", 1) if block else name
     module, _, kind = pattern.rpartition(".")
-    there = table.get(module)
-    if there is None or kind not in ("weight", "bias") or (".N." in there) != bool(block):
+    # A parameter that is no module's weight or bias has a line of its own.
+    there = table.get(pattern)
+    if there is None and kind in ("weight", "bias") and module in table:
+        there = f"{table[module]}.{kind}"
+    if there is None or (".N." in there) != bool(block):
         return None
-    return f"{there.replace('.N.', block[0]) if block else there}.{kind}"
+    return there.replace(".N.", block[0]) if block else there
 
 
 def inverse(table: dict[str, str]) -> dict[str, str]:

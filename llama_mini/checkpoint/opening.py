@@ -106,13 +106,13 @@ class Checkpoint:
     def stored(self) -> dict[str, Stored]:
         """Every tensor by our name, as the headers describe it."""
         if self.config_path.name == "config.json":
-            _ = self.config  # what is refused is not fetched
-            names = self.family.names
+            family = self.family  # what is refused is not fetched
+            names, constant = family.names, family.constant
         else:
-            names = META
+            names, constant = META, ""
         if self._hub_id is not None:
             fetch_weights(self._hub_id, self.folder)
-        return read_headers(self.folder, inverse(names))
+        return read_headers(self.folder, inverse(names), constant)
 
     def _rows_of_metas_embedding(self) -> int:
         """The vocabulary's size, which Meta's config may leave open."""

@@ -15,37 +15,17 @@ OTHER_FAMILIES = {
     "apertus": "an FFN without a gate and with another activation, and norms on q and k",
     "arcee": "an FFN without a gate and with another activation",
     "baichuan": "q, k and v fused into one projection",
-    "bloom": "LayerNorm, biases, and positions as a bias on the scores",
     "chatglm": "q, k and v fused into one projection, biases, and rotating only a part of each head",
-    "cohere": "LayerNorm, interleaved pairs, and attention and FFN side by side",
-    "cohere2": "LayerNorm, interleaved pairs, and attention and FFN side by side",
     "deepseek": "a mixture of experts",
     "deepseek_v2": "multi-head latent attention and a mixture of experts",
-    "deepseek_v3": "multi-head latent attention and a mixture of experts",
-    "ernie4_5": "interleaved pairs in a Hugging Face layout",
-    "exaone4": "norms behind each sublayer instead of in front of it",
     "falcon": "LayerNorm, and attention and FFN side by side",
-    "gemma": "scaled embeddings, a norm gain of 1 + weight, and GELU in the FFN",
-    "gemma2": (
-        "scaled embeddings, a norm gain of 1 + weight, GELU in the FFN, norms behind each sublayer too, "
-        "and soft-capping"
-    ),
-    "gemma3": (
-        "scaled embeddings, a norm gain of 1 + weight, GELU in the FFN, norms behind each sublayer too, "
-        "and sliding windows"
-    ),
-    "gemma3n": "GELU in the FFN, sliding windows, and embeddings in every block",
-    "glm": "biases, and rotating only a part of each head",
-    "glm4": "biases, norms behind each sublayer too, and rotating only a part of each head",
-    "gpt2": "LayerNorm, biases, and learned positions",
+    "gemma3": "pictures: of its text alone, a folder of model_type gemma3_text works",
+    "gemma3n": "several streams, embeddings in every block, and keys and values that blocks share",
     "gpt_bigcode": "LayerNorm, biases, and learned positions",
     "gpt_neo": "LayerNorm, biases, and learned positions",
-    "gpt_neox": "LayerNorm, biases, and attention and FFN side by side",
     "gpt_oss": "a mixture of experts, biases, and attention sinks",
     "gptj": "LayerNorm, biases, and attention and FFN side by side",
-    "granite": "multipliers on the embeddings, the deltas, the scores and the logits",
     "granitemoe": "a mixture of experts, and multipliers",
-    "hunyuan_v1_dense": "norms on q and k behind their rotation",
     "internlm2": "q, k and v fused into one projection",
     "llama4": "a mixture of experts, and blocks without rotary positions",
     "minicpm": "multipliers on the embeddings, the deltas and the logits",
@@ -54,27 +34,19 @@ OTHER_FAMILIES = {
     "mixtral": "a mixture of experts",
     "mllama": "pictures, and cross-attention to them",
     "mpt": "LayerNorm, and positions as a bias on the scores",
-    "nanochat": "norms without weights, an FFN without a gate, and soft-capping",
     "nemotron": "LayerNorm, an FFN without a gate, and rotating only a part of each head",
-    "olmo": "LayerNorm without weights",
-    "olmo2": "norms behind each sublayer instead of in front of it, and a norm over all of q and k",
-    "olmo3": "norms behind each sublayer instead of in front of it, and a norm over all of q and k",
     "olmoe": "a mixture of experts, and a norm over all of q and k",
     "opt": "LayerNorm, biases, and learned positions",
-    "phi": "LayerNorm, biases, partial rotary, and attention and FFN side by side",
-    "phi3": "q, k, v and gate, up fused into one projection each",
     "qwen": "q, k and v fused into one projection, with biases",
-    "qwen2": "biases in the q, k and v projections",
     "qwen2_moe": "biases, and a mixture of experts",
     "qwen3_moe": "a mixture of experts",
     "qwen3_next": "linear attention in most blocks, and a mixture of experts",
     "seed_oss": "biases in the q, k and v projections",
-    "smollm3": "blocks without rotary positions",
     "stablelm": "LayerNorm, and rotating only a part of each head",
     "starcoder2": "LayerNorm, biases, and an FFN without a gate",
     "yi": "other names for the norms: the later files of Yi, of model_type llama, work",
 }
-OTHER_FAMILIES |= {f"{name}_text": OTHER_FAMILIES[name] for name in ("gemma3", "gemma3n", "llama4")}
+OTHER_FAMILIES |= {f"{name}_text": OTHER_FAMILIES[name] for name in ("gemma3n", "llama4")}
 
 # Keys of which only one value is built in here, and what any other value would take.
 ONLY: dict[str, tuple[Any, str]] = {
@@ -112,7 +84,9 @@ ONLY: dict[str, tuple[Any, str]] = {
     "residual_multiplier": (1.0, "scaled deltas"),
     "rope_interleaved": (False, "interleaved pairs in a Hugging Face layout"),
     "rotary_pct": (1.0, "rotating only a part of each head"),
+    "slow_but_exact": (False, "sums in another order"),
     "use_bias": (False, "biases in the projections"),
+    "use_bidirectional_attention": (False, "attention to later positions"),
     "use_mrope": (False, "rotary positions in several dimensions"),
     "use_parallel_residual": (False, "attention and FFN side by side"),
     "use_qk_norm": (False, "norms on q and k other than Qwen3's"),
@@ -152,6 +126,7 @@ def refuse(given: dict[str, Any], family: Family) -> None:
                 f"{key} is {short(given[key])}: that would take {needs}, which is not supported"
             )
     # Llama's class reads neither, and would give these weights rotary positions that they never had.
+    given = {key: value for key, value in given.items() if key not in family.keys}
     no_rope = given.get("no_rope_layers", [])
     if not isinstance(no_rope, list) or 0 in no_rope:
         raise ValueError(
@@ -171,7 +146,9 @@ def unread(given: dict[str, Any], family: Family) -> dict[str, Any]:
     A `ValueError` where the folder brings code of its own for the model, which may read them.
     """
     read = family.keys | (ONLY.keys() if family.reads is None else family.reads) | ALWAYS | DECLARED
-    keys = {key: value for key, value in given.items() if key not in read} | unread_rope(given)
+    keys = {key: value for key, value in given.items() if key not in read} | unread_rope(
+        given, family.keys
+    )
     own = _own_code(given, family)
     if keys and own:
         raise ValueError(
@@ -218,7 +195,7 @@ def family_of(given: dict[str, Any]) -> Family:
         stem = name.lower().removesuffix("forcausallm").replace("_", "")
         others = {other.replace("_", "") for other in OTHER_FAMILIES.keys() | FAMILIES.keys()}
         others -= {family.replace("_", "")}
-        if stem in others or re.search(r"For(?!CausalLM|LM)[A-Z]", name):
+        if (name != only and stem in others) or re.search(r"For(?!CausalLM|LM)[A-Z]", name):
             raise ValueError(
                 f"architectures is {short(names)}: with model_type {family}, only {only} is supported"
             )

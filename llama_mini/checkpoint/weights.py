@@ -212,9 +212,10 @@ def read_tensors(
         file = files.get(tensor.file) or files.setdefault(tensor.file, MappedFile(tensor.file))
         whole = file.tensor(tensor)
         wanted = part(name, whole) if part else whole
-        parts = family.split(name, wanted, config) if family.split else {name: wanted}
-        for ours, view in parts.items():
-            yield ours, view.to(device, dtype)
+        kept = re.sub(r"\.[0-9]+\.", ".N.", name, count=1) in family.float32
+        # Before the split: of a part of a transposed matrix, a copy in another dtype would be turned back.
+        wanted = wanted.to(device, torch.float32 if kept else dtype)
+        yield from (family.split(name, wanted, config) if family.split else {name: wanted}).items()
         if whole.dtype != dtype or torch.device(device).type != "cpu":
             file.drop(tensor)
 

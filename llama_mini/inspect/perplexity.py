@@ -34,7 +34,7 @@ def sizes(config: LlamaConfig, window: int | None, stride: int | None) -> tuple[
 
     A `ValueError` for sizes that the model or the method cannot have.
     """
-    most = int(min(config.max_position_embeddings, config.sliding_window or math.inf))
+    most = config.context()
     window = min(most, WINDOW) if window is None else window
     if not 2 <= window <= most:
         raise ValueError(

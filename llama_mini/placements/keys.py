@@ -1,8 +1,8 @@
 """What the keys of a Hugging Face config mean that most families share."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from ..config import SIZES, LlamaConfig, RopeConfig, require_positive, short, shown
 
@@ -83,13 +83,21 @@ def read_rope(given: dict[str, Any]) -> RopeConfig:
     return RopeConfig(**fields)
 
 
-def unread_rope(given: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config's RoPE that its rope_type does not read, as `rope_scaling.mscale`."""
+def unread_rope(given: dict[str, Any], keys: frozenset[str]) -> dict[str, Any]:
+    """The keys of a config's RoPE that its rope_type does not read, as `rope_scaling.mscale`.
+
+    `keys` are those that the family reads; it may have a RoPE for each kind of block.
+    """
+    ropes = given.get("rope_parameters")
+    if isinstance(ropes, dict) and ropes and ropes.keys() <= {FULL, SLIDING}:
+        parts = ({"rope_parameters": part or {}} for part in ropes.values())
+        return {name: value for part in parts for name, value in unread_rope(part, keys).items()}
     return {
         f"{key}.{name}": value
         for key, part in _ropes(given)
         for name, value in part.items()
         if name not in ("rope_theta", "rope_type", *ROPE_KEYS[part["rope_type"]])
+        and (name, name in keys) != ("partial_rotary_factor", True)
     }
 
 
@@ -155,3 +163,115 @@ def read_layer_types(given: dict[str, Any]) -> list[str]:
     if sliding in layers and given.get("sliding_window") is None:
         raise ValueError(f"layer_types names {sliding}, and no sliding_window says how wide")
     return layers
+
+
+C = TypeVar("C", bound=LlamaConfig)
+
+
+def renamed(given: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """A config under the names that most families use; a `ValueError` for two values of one key."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = names.get(key, key)
+        if name in values and values[name] != value:
+            raise ValueError(
+                f"{key} is {short(value)}, and another key says {short(values[name])}: they mean the same"
+            )
+        values[name] = value
+    return values
+
+
+def read(
+    kind: type[C],
+    given: dict[str, Any],
+    keys: frozenset[str] = SHARED,
+    theta: float = 10000.0,
+    required: tuple[str, ...] = SIZES,
+    **defaults: Any,
+) -> C:
+    """A config of `kind` from those keys of a config.json that are among `keys`.
+
+    `theta`: what transformers takes where no key says how fast the heads turn. `defaults`: what it takes
+    for other keys left out.
+    """
+    given = {key: value for key, value in given.items() if key in keys}
+    ropes = [given]
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = given.get(key)
+        if isinstance(rope, dict):
+            ropes.append(rope)
+            if "partial_rotary_factor" in keys and rope.get("partial_rotary_factor") is not None:
+                given = {**given, "partial_rotary_factor": rope["partial_rotary_factor"]}
+                given[key] = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+    if all(rope.get("rope_theta") is None for rope in ropes):
+        given = {**given, "rope_theta": theta}
+    values = shared(given, required, **defaults)
+    return kind(**values | {key: given[key] for key in keys - SHARED if key in given})
+
+
+FULL, SLIDING, NOPE = "full_attention", "sliding_attention", "nope_"
+MOST = 10000  # blocks: a config that asks for more is refused when its tensors are counted
+
+
+def read_windows(
+    given: dict[str, Any], full: Callable[[int], bool], window: int | None = 4096
+) -> dict[str, Any]:
+    """The window of a config, and the kind of every block: `full` says which see all keys, unless
+    `layer_types` does. `window` is what transformers takes where no key says it.
+    """
+    require_positive("num_hidden_layers", given.get("num_hidden_layers"), int)
+    blocks = min(given["num_hidden_layers"], MOST)
+    layers = read_layer_types(given) or [FULL if full(n) else SLIDING for n in range(blocks)]
+    if len(layers) != blocks:
+        raise ValueError(f"layer_types names {len(layers)} blocks, and num_hidden_layers {blocks}")
+    window = given.get("sliding_window", window)
+    if window is not None or SLIDING in layers:
+        require_positive("sliding_window", window, int)
+    return {"sliding_window": window, "layer_types": tuple(layers)}
+
+
+def still(kinds: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What `read_windows` read, with blocks of one kind that do not rotate."""
+    names = (NOPE + name if name == kind else name for name in kinds["layer_types"])
+    return {**kinds, "layer_types": tuple(names)}
+
+
+def read_qwen_windows(given: dict[str, Any]) -> dict[str, Any]:
+    """`read_windows` by the keys of Qwen 2 and 3: blocks from `max_window_layers` on have a window."""
+    asked, first = given.get("use_sliding_window", False), given.get("max_window_layers", 28)
+    if not isinstance(asked, bool):
+        raise ValueError(f"use_sliding_window must be true or false, not {short(asked)}")
+    if type(first) is not int:
+        raise ValueError(f"max_window_layers must be an integer, not {short(first)}")
+    read_layer_types(given)
+    if not asked:  # then transformers looks at nothing else
+        given = {**given, "sliding_window": None, "layer_types": []}
+    return read_windows(given, lambda n: not asked or n < first)
+
+
+PATTERN = frozenset({"sliding_window_pattern", "_sliding_window_pattern"})
+
+
+def read_pattern(given: dict[str, Any], every: int) -> Callable[[int], bool]:
+    """Which blocks see all keys where every so many do: `every`, unless a key says how many."""
+    step = renamed(given, dict.fromkeys(PATTERN, "every")).get("every", every)
+
+    def full(n: int) -> bool:
+        require_positive("sliding_window_pattern", step, int)
+        return (n + 1) % step == 0
+
+    return full
+
+
+def read_kinds(given: dict[str, Any], key: str, theta: float) -> tuple[dict[str, Any], RopeConfig]:
+    """The config with the rotation of blocks that see all keys, and that of blocks with a window.
+
+    transformers 5 nests one under each kind; before, `key` held the theta of blocks with a window, which
+    `theta` is where none is said.
+    """
+    near: dict[str, Any] = {"rope_theta": given.get(key, theta)}
+    ropes = given.get("rope_parameters")
+    if isinstance(ropes, dict) and ropes and ropes.keys() <= {FULL, SLIDING}:
+        given = {**given, "rope_parameters": ropes.get(FULL) or {}}
+        near = {"rope_parameters": {"rope_theta": theta} | (ropes.get(SLIDING) or {})}
+    return given, read_rope(near)

@@ -3,9 +3,10 @@
 from typing import Any
 
 from ..config import SIZES, LlamaConfig
-from ..model import Llama
+from ..model import Block, Llama, RMSNorm
 from .family import Family
-from .keys import SHARED, shared
+from .keys import SHARED, SLIDING, shared
+from .parts import WindowConfig, Windowed
 
 # Our names and theirs, less ".weight"; N stands for the number of a block.
 NAMES = {
@@ -31,11 +32,22 @@ def _llama(given: dict[str, Any]) -> LlamaConfig:
 
 
 def _mistral(given: dict[str, Any]) -> LlamaConfig:
-    required = (*SIZES, "num_key_value_heads")  # transformers' default is 8, whatever the heads
-    return LlamaConfig(
-        **shared(given, required, max_position_embeddings=131072),
-        sliding_window=given.get("sliding_window", 4096),
+    window = given.get("sliding_window", 4096)
+    fields = shared(
+        given,
+        (*SIZES, "num_key_value_heads"),  # transformers' default is 8, whatever the heads
+        max_position_embeddings=131072,
     )
+    if window is None:
+        return LlamaConfig(**fields)
+    return WindowConfig(**fields, sliding_window=window, layer_types=(SLIDING,))
+
+
+def windowed(config: LlamaConfig) -> Llama:
+    """Llama, or where blocks have a window `Windowed`, which gives them their masks."""
+    if isinstance(config, WindowConfig):
+        return Windowed(config, RMSNorm, Block)
+    return Llama(config)
 
 
 LLAMA = Family(
@@ -50,7 +62,7 @@ LLAMA = Family(
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    model=Llama,
+    model=windowed,
     config=_mistral,
     keys=SHARED | {"sliding_window"},
     reads=frozenset({"hidden_act"}),
