@@ -204,6 +204,7 @@ def render(
     """
     import jinja2.ext
     from jinja2 import nodes
+    from jinja2.filters import make_attrgetter
     from jinja2.runtime import LoopContext, Macro
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.visitor import NodeTransformer
@@ -272,7 +273,7 @@ def render(
 
     def join_filter(value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
         if attribute is not None:
-            value = environment.call_filter("map", value, kwargs={"attribute": attribute})
+            value = map(make_attrgetter(environment, attribute), value)
         return join(d, value)
 
     environment = Environment(

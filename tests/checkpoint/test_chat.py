@@ -209,6 +209,74 @@ def test_the_mark_may_be_in_the_prompt(folders: dict[str, Path]) -> None:
     assert prompt in tokenizer.decode(ids)
 
 
+# Conversations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conversation_goes_on_where_it_was(folders: dict[str, Path], kind: str) -> None:
+    """Every turn begins with the ids of the turn before it, and all are those of transformers."""
+    tokenizer, before = load_tokenizer(folders[kind]), []
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    for reply in ("Hello!", " It  is\n\nfine. ", "日本"):
+        ids = chat_prompt(folders[kind], tokenizer, messages)
+        assert ids[: len(before)] == before
+        assert len(ids) > len(before)
+        expected = transformers_ids(folders[kind], messages)
+        assert ids == [tokenizer.bos_id] * (kind == "zephyr") + expected
+        messages.append({"role": "assistant", "content": reply})
+        messages.append({"role": "user", "content": "And now?"})
+        before = ids
+
+
+def transformers_ids(folder: Path, messages: list[dict[str, str]]) -> list[int]:
+    theirs = require("transformers").AutoTokenizer.from_pretrained(folder)
+    return theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_reply_writes_a_control_token(folders: dict[str, Path], kind: str) -> None:
+    """Nor does a system message in the middle: only roles and the template do."""
+    tokenizer = load_tokenizer(folders[kind])
+
+    def turns(reply: str) -> list[int]:
+        told = [("user", "Hi"), ("assistant", reply), ("user", reply)]
+        messages = [{"role": role, "content": content} for role, content in told]
+        return chat_prompt(folders[kind], tokenizer, messages)
+
+    plain = turns("x")
+    for text, token in tokenizer.control.items():
+        assert turns(f"{text}x{text}").count(token) == plain.count(token)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{"role": "user"}],
+        [{"content": "Hi"}],
+        [{"role": "im_end", "content": "Hi"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": ["Hi"]}],
+        [{"role": ["user"], "content": "Hi"}],
+        [{"role": "user", "content": "Hi", "tool_calls": "x"}],
+        ["Hi"],
+        [7],
+    ],
+)
+def test_what_is_no_conversation(folders: dict[str, Path], messages: list) -> None:
+    with pytest.raises(ValueError, match=r"message|role"):
+        chat_prompt(folders["chatml"], load_tokenizer(folders["chatml"]), messages)
+
+
+def test_one_text_is_a_users_message(folders: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(folders["llama3"])
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]
+    ids = chat_prompt(folders["llama3"], tokenizer, messages)
+    assert chat_prompt(folders["llama3"], tokenizer, "Hi", "S") == ids
+    assert chat_prompt(folders["llama3"], tokenizer, messages[1:], "S") == ids
+    assert messages[1:] == [{"role": "user", "content": "Hi"}]
+
+
 # Where the template comes from
 
 
@@ -218,6 +286,41 @@ def test_jinja_file_wins(folders: dict[str, Path], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     text = tokenizer.decode(chat_prompt(folder, tokenizer, "Hi"))
     assert text == "file: Hi"
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "expected"),
+    [
+        (["chat_template"], "config", "chat_template"),
+        (["additional_chat_templates/default"], "config", "additional_chat_templates/default"),
+        (["additional_chat_templates/rag"], "config", "config"),
+        (["additional_chat_templates/rag", "chat_template"], None, "chat_template"),
+        ([], {"default": "config", "rag": "no"}, "config"),
+        (
+            [],
+            [{"name": "rag", "template": "no"}, {"name": "default", "template": "config"}],
+            "config",
+        ),
+    ],
+)
+def test_the_template_named_default(
+    tmp_path: Path, files: list[str], config: object, expected: str
+) -> None:
+    write_byte_level(tmp_path, CHATML_TOKENS, None, chat_template=config)
+    for name in files:
+        path = tmp_path / f"{name}.jinja"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(chat_prompt(tmp_path, tokenizer, "Hi")) == expected
+
+
+def test_templates_without_a_default_are_named(tmp_path: Path) -> None:
+    write_byte_level(tmp_path, CHATML_TOKENS, None)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("x")
+    with pytest.raises(ValueError, match=r"additional_chat_templates.*\['rag'\]"):
+        chat_prompt(tmp_path, load_tokenizer(tmp_path), "Hi")
 
 
 @pytest.mark.parametrize("config", [None, {}, {"chat_template": None}])
