@@ -133,7 +133,7 @@ def load_parallel(
 ) -> Llama:
     """`load_model`, but this rank's part of the model, and nothing else is read from the files."""
     checkpoint = open_checkpoint(source)
-    if checkpoint.family.model is not Llama:
+    if type(checkpoint.config) is not LlamaConfig:  # of another family, or with a window
         raise ValueError(
             f"{checkpoint.family.model_type} is not cut for several processes, as Llama is: run it in one"
         )

@@ -51,7 +51,14 @@ def all_cores(model: Model) -> Model:
 
 
 def fast_model(model: Llama) -> "FastLlama":
-    """The compiled form of the model, on the same weights; the model itself stays as it is."""
+    """The compiled form of the model, on the same weights; the model itself stays as it is.
+
+    A `ValueError` for a model of another family than Llama, or with sliding windows.
+    """
+    if type(model) is not Llama:
+        raise ValueError(
+            f"the compiled form is made of Llama alone, and this is {type(model).__name__}: do without it"
+        )
     from .fast import fast_model  # with torch's compiler, which takes seconds to import
 
     return fast_model(model)
