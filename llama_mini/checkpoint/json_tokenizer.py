@@ -39,7 +39,7 @@ class JsonTokenizer(Tokenizer):
 
         require_supported(path, values)
         self.path, self._expect_panics = path, can_panic(values)
-        with panics(path, "is not a tokenizer.json"):
+        with panics(path, "cannot be read as a tokenizer"):
             model = tokenizers.Tokenizer.from_str(json.dumps(values))
         model.no_truncation()
         model.no_padding()

@@ -66,4 +66,5 @@ def _gpt2(folder: Path, settings: TokenSettings) -> Tokenizer:
     model = {"type": "BPE", "vocab": read_values(path), "merges": merges}
     steps = {"pre_tokenizer": bytes_of_words, "decoder": bytes_of_words}
     settings.name_gpt2()
-    return JsonTokenizer(path, {"version": "1.0", "model": model, **steps}, settings)
+    both = Path(f"{path} with merges.txt")  # which errors name
+    return JsonTokenizer(both, {"version": "1.0", "model": model, **steps}, settings)
