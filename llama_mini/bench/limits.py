@@ -94,7 +94,7 @@ class Work:
             pairs = b * (t * k.shape[2] - t * (t - 1) // 2) if mask is None else seen(mask, b)
             self.operations[-1] += 2 * h * pairs * (d + v.shape[-1])
             self.bytes[-1] += k.nbytes + v.nbytes
-        elif not isinstance(module, nn.Embedding):
+        elif not isinstance(module, nn.Embedding) and inputs[0].numel():  # an expert may get none
             self.bytes[-1] += sum(p.nbytes for p in module.parameters(recurse=False))
             if isinstance(module, nn.Linear):
                 self.operations[-1] += 2 * inputs[0].numel() * module.out_features

@@ -19,7 +19,7 @@ from .record import twin
 
 COLUMNS = {
     "norm": "name of the norm, in forward order",
-    "reads": "what goes into it: the residual stream x, or what that part of the model returns",
+    "reads": "what goes into it: the residual stream x, or what comes out of that part of the model",
     "read by": "what sees the result: a sublayer, or the stream x, to which it is added or which it is",
     "before": "RMS over the width of what it reads, median over positions (and heads)",
     "first": "the same at position 0 alone, where many checkpoints keep their largest numbers",
@@ -145,9 +145,8 @@ class Walk:
     def row(self, name: str, x: Tensor, y: Tensor) -> NormRow:
         parent, _, part = within_block(name).rpartition(".")
         source = within_block(self.maker(x)[0])
-        row = new_row(
-            name, source.removeprefix(f"{parent}.") or parent or "x", self.norms[name], x, y
-        )
+        reads = source.removeprefix(f"{parent}.") or (f"in {parent}" if parent else "x")
+        row = new_row(name, reads, self.norms[name], x, y)
         self.rows.append(row)
         if parent:  # within a sublayer
             return row
@@ -215,10 +214,11 @@ def norm_rows(model: Llama, tokens: Tensor) -> list[NormRow]:
     walk = Walk(own)
     own(tokens)
     for row in walk.rows:
-        parent = within_block(row.name).rpartition(".")[0]
-        row.read_by = (
-            row.read_by or (f"{parent}.attend" if parent == "attention" else parent) or "x"
-        )
+        parent, _, part = within_block(row.name).rpartition(".")
+        if not row.read_by:
+            row.read_by = "attention.attend" if parent == "attention" else parent or "x"
+        elif part.startswith("post_") and row.reads == "x" != row.read_by:
+            row.read_by += ", x"  # which it becomes
     return walk.rows
 
 

@@ -99,7 +99,8 @@ def plot(rows: Sequence[NormRow], path: Path, title: str) -> None:
         bottom.set_xlabel("block")
         bottom.set_xlim(-0.8, len(rows) - 0.2)
         top.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        bottom.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 0.95))
+        if bottom.containers:
+            bottom.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 0.95))
         kind = path.suffix.lower().removeprefix(".")
         metadata = {"Date": None} if kind == "svg" else None
         replace(path, lambda file: figure.savefig(file, dpi=150, format=kind, metadata=metadata))

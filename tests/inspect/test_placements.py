@@ -79,7 +79,7 @@ PLACES = {
         ("post_ffn_norm", "ffn", "x"),
     ],
     behind: [("post_attention_norm", "attention", "x"), ("post_ffn_norm", "ffn", "x")],
-    on_the_stream: [("post_attention_norm", "x", "ffn"), ("post_ffn_norm", "x", "x")],
+    on_the_stream: [("post_attention_norm", "x", "ffn, x"), ("post_ffn_norm", "x", "x")],
     side_by_side: [("pre_attention_norm", "x", "attention"), ("pre_ffn_norm", "x", "ffn")],
     one_norm: [("pre_attention_norm", "x", "attention, ffn")],
     scaled: [("pre_attention_norm", "x", "attention"), ("pre_ffn_norm", "x", "ffn")],
