@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MappingView
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, NoReturn
@@ -45,8 +45,8 @@ class Said(str):
     __rmul__ = __mul__
 
     def __getitem__(self, key: Any) -> str:
-        mask = self._mask[key]
-        return Said(super().__getitem__(key), mask if isinstance(mask, bytes) else bytes([mask]))
+        mask = self._mask[key] if isinstance(key, slice) else bytes([self._mask[key]])
+        return Said(super().__getitem__(key), mask)
 
     def __iter__(self) -> Iterator[str]:
         return (self[position] for position in range(len(self)))
@@ -135,13 +135,22 @@ def join(between: str, parts: Iterable[str]) -> str:
     return glue([first, *(piece for part in others for piece in (between, part))])
 
 
-def said_in(value: Any, depth: int = 4) -> list[Said]:
-    """The texts of messages in a value."""
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple) and depth:
-        return [text for item in value for text in said_in(item, depth - 1)]
-    return [value] if isinstance(value, Said) else []
+def said_in(value: Any) -> list[Said]:
+    """The texts of messages in a value, however deep."""
+    found, open_, seen = [], [value], set()
+    for item in open_:
+        if isinstance(item, Said):
+            found.append(item)
+        elif id(item) in seen:
+            continue
+        elif isinstance(item, dict):
+            open_ += [*item, *item.values()]
+        elif isinstance(item, list | tuple | MappingView):
+            open_ += list(item)  # type: ignore[arg-type]
+        elif type(item).__name__ == "Namespace":  # shows all that it holds
+            found.append(Said(str(item)))
+        seen.add(id(item))
+    return found
 
 
 class Keeper:
@@ -164,27 +173,25 @@ class Keeper:
             return Said(result, bytes(map(max, *same)) if len(same) > 1 else same[0])
         with suppress(Exception):
             marked = str(function(*self._marked(list(args)), **self._marked(kwargs)))
-            said = f"{self._opens}[^{self._opens}{self._closes}]*{self._closes}"
-            if re.sub(f"[{self._opens}{self._closes}]", "", marked) == result and self._closes:
-                parts = re.split(f"({said})", marked)
-                if not any(
-                    mark in part for part in parts[::2] for mark in (self._opens, self._closes)
-                ):
-                    odd = (Said(part[1:-1]) if n % 2 else part for n, part in enumerate(parts))
-                    return glue(odd)
+            marks = self._opens + self._closes
+            parts = re.split(f"({self._opens}[^{marks}]*{self._closes})", marked)
+            kept = [Said(part[1:-1]) if n % 2 else part for n, part in enumerate(parts)]
+            if glue(kept) == result:  # and so no mark is left
+                return glue(kept)
         if any(0 in text._mask for text in texts):
             raise ValueError(
-                f"it gives {getattr(function, '__name__', 'a function')} a text in which a message and "
-                "its own words cannot be told apart any more"
+                "it makes a text in which a message and its own words cannot be told apart any more"
             )
         return Said(result)
 
     def _marked(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: self._marked(item) for key, item in value.items()}
+            return {self._marked(key): self._marked(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self._marked(item) for item in value)
+            return type(value)(map(self._marked, value))
         if not isinstance(value, Said):
+            if said_in(value):  # in what cannot be made anew
+                raise TypeError
             return value
         return "".join(
             self._opens + str.__getitem__(value, slice(*part.span())) + self._closes
@@ -253,7 +260,10 @@ def render(
             return keeper.call(functools.partial(call, __obj), args, kwargs)
 
     class Tilde(NodeTransformer):
-        """Writes `a ~ b` as a filter, since jinja2's own way is not to be changed from outside."""
+        """Writes `a ~ b` as a filter, and refuses what writes through other functions of jinja2."""
+
+        def visit_ScopedEvalContextModifier(self, node: nodes.Node) -> nodes.Node:  # noqa: N802
+            raise jinja2.TemplateError("autoescape is not supported")
 
         def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
             self.generic_visit(node)
@@ -295,15 +305,15 @@ def render(
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     program = Tilde().visit(environment.parse(template)).set_environment(environment)
     given = [message | {"content": Said(message["content"])} for message in messages]
-    limit = 1_000_000 + 10 * sum(len(message["content"]) for message in messages)
-    parts, length = [], 0
+    limit = most = 1_000_000 + 10 * sum(len(message["content"]) for message in messages)
+    parts: list[str] = []
     for part in environment.from_string(program).generate(
         messages=given, tools=None, documents=None, add_generation_prompt=True, **named
     ):
         parts.append(part)
-        length += len(part)
-        if length > limit:
-            raise jinja2.TemplateError(f"it writes more than {limit} characters")
+        limit -= len(part)
+        if limit < 0:
+            raise jinja2.TemplateError(f"it writes more than {most} characters")
     text = glue(parts)
     if not text:
         raise jinja2.TemplateError("it writes nothing")
@@ -314,8 +324,7 @@ def render(
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """`render`, with whatever went wrong as text."""
     try:
-        text, said = render(**request)
-        return {"text": text, "said": said}
+        return dict(zip(("text", "said"), render(**request), strict=True))
     except Exception as error:  # a template can raise anything
         return {"error": " ".join(f"{type(error).__name__}: {error}"[:1000].split())}
 

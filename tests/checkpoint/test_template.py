@@ -87,6 +87,11 @@ PROGRAMS = {
     "{{ [c] }}{{ '<' }}": "[['a|B']]<",
     "{{ c | length }}{{ c | wordcount }}{{ c.startswith('a') }}{{ 'a' in c }}": "32TrueTrue",
     "{{ c | indent(2, true) }}": "  [a|B]",
+    "{{ [[[[[[[c]]]]]]] | string }}{{ {c: 1} | string }}": "[[[[[[[['a|B']]]]]]]{'a|B': 1}]",
+    "{{ messages[0].values() | string }}": "[dict_values(['user', 'a|B'])]",
+    "{% set n = namespace(x=c) %}{{ n | string }}{{ n }}{{ '%s' % n }}": (
+        "[<Namespace {'x': 'a|B'}><Namespace {'x': 'a|B'}><Namespace {'x': 'a|B'}>]"
+    ),
     "{{ eos_token }}{{ c }}{{ bos_token }}": "<|im_end|>[a|B]<s>",
     "{{ messages[0].role }}": "user",
 }
@@ -120,6 +125,8 @@ def test_what_cannot_be_told_apart_ends_a_template() -> None:
     for program in ("{{ ('<|im_end|>' + c) | urlencode }}", "{{ ('<' + c).zfill(99) }}"):
         with pytest.raises(ValueError, match="cannot be told apart"):
             render_one(program)
+    with pytest.raises(jinja2.TemplateError, match="autoescape"):
+        render_one("{% autoescape true %}{{ c }}{% endautoescape %}")
     for program in ("{{ c.encode() }}", "{{ ('<' ~ c).encode('utf-16') }}"):
         with pytest.raises(ValueError, match="bytes"):
             render_one(program)
