@@ -91,7 +91,9 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
         t, n = options.prompt_tokens or 512, options.new_tokens or 64
         config = shape_config(options.shape, t + n)
     generator = torch.Generator("cpu").manual_seed(0)
-    prompt = torch.randint(config.vocab_size, (b, t), generator=generator, device="cpu")
+    prompt = torch.randint(
+        config.vocab_size, (b, t), generator=generator, dtype=torch.long, device="cpu"
+    )
     require_prompts(config, prompt.tolist(), n)
     prompt = prompt.to(device)
     if options.against:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import mmap
+import platform
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -220,6 +222,15 @@ def read_tensors(
             file.drop(tensor)
 
 
+# Linux's MAP_NORESERVE, which Python's mmap does not name: without it the system refuses a private mapping
+# that is larger than its memory. 0 where the number is another one.
+NO_RESERVE = (
+    0x4000
+    if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64", "s390x")
+    else 0
+)
+
+
 class MappedFile:
     """A safetensors file in memory, as one mapping that is shared by all its tensors.
 
@@ -232,7 +243,7 @@ class MappedFile:
         try:
             with path.open("rb") as file:
                 if hasattr(mmap, "MAP_PRIVATE"):
-                    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+                    flags = mmap.MAP_PRIVATE | NO_RESERVE
                     kinds = mmap.PROT_READ | mmap.PROT_WRITE
                     self._map = mmap.mmap(file.fileno(), 0, flags=flags, prot=kinds)
                 else:

@@ -34,7 +34,8 @@ def slopes(heads: int, device: torch.device) -> Tensor:
     """How fast the scores of each head fall with distance: powers of 2, and odd ones for what is left."""
 
     def powers(count: int, exponents: Tensor) -> Tensor:
-        return torch.tensor(2 ** -(2 ** -(math.log2(count) - 3)), device=device).pow(exponents)
+        base = 2 ** -(2 ** -(math.log2(count) - 3))
+        return torch.tensor(base, dtype=torch.float32, device=device).pow(exponents)
 
     near = 2 ** math.floor(math.log2(heads))
     some = powers(near, torch.arange(1, 1 + near, device=device, dtype=torch.int32))
@@ -47,7 +48,8 @@ class Attend(model.Attend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         (b, h, t, d), s = q.shape, k.shape[2]
-        alibi = slopes(h, q.device)[:, None, None] * torch.arange(s, device=q.device)
+        distance = torch.arange(s, dtype=torch.long, device=q.device)
+        alibi = slopes(h, q.device)[:, None, None] * distance
         alibi = alibi.repeat(b, 1, 1).to(q.dtype)
         q, k, v = q.reshape(b * h, t, d), k.reshape(b * h, s, d), v.reshape(b * h, s, d)
         scores = alibi.baddbmm(q, k.transpose(1, 2), beta=1.0, alpha=1.0 / math.sqrt(d))

@@ -137,7 +137,8 @@ def add_biases(module: nn.Module, *names: str) -> None:
     """Give a bias to each linear layer of `module` that is named."""
     for name in names:
         linear = module.get_submodule(name)
-        linear.bias = nn.Parameter(torch.zeros(linear.get_parameter("weight").shape[0]))
+        weight = linear.get_parameter("weight")
+        linear.bias = nn.Parameter(weight.new_zeros(weight.shape[0]))
 
 
 def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

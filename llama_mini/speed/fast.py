@@ -164,7 +164,7 @@ class FastLlama(Llama):
         # Below the capacity as long as it can be: a span that equals it is compiled anew.
         whole = SPAN[device.type]
         span = min(-(-(length + 1) // whole) * whole, max(cache.capacity - 1, length + 1))
-        slot = torch.full((1,), length, device=device)
+        slot = torch.full((1,), length, dtype=torch.long, device=device)
         if mask is not None and mask.dim() < 4:
             mask = mask.unsqueeze(-3)
         # One form for every batch, of its own memory: another shape or stride would be compiled anew, and
@@ -196,8 +196,8 @@ class FastLlama(Llama):
             with torch.inference_mode():
                 cache = KVCache(self.config, batch, TYPICAL + 2, weight.device, weight.dtype)
                 tokens = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
-                slot = torch.full((1,), TYPICAL, device=weight.device)
-                where = torch.full((batch, 1), TYPICAL, device=weight.device)
+                slot = torch.full((1,), TYPICAL, dtype=torch.long, device=weight.device)
+                where = torch.full((batch, 1), TYPICAL, dtype=torch.long, device=weight.device)
                 seen = torch.ones(batch, 1, 1, TYPICAL + 1, dtype=torch.bool, device=weight.device)
                 for tensor in cache.keys + cache.values:
                     mark_dynamic(tensor, 2)

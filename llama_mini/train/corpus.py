@@ -97,11 +97,11 @@ def windows(documents: Sequence[list[int]], context: int) -> list[Window]:
 def collate(batch: Sequence[Window]) -> tuple[Tensor, Tensor]:
     """Inputs and next-token targets, both (b, t), filled up on the right to the longest window."""
     t = max(len(window.ids) for window in batch) - 1
-    inputs = torch.full((len(batch), t), EOS)
-    targets = torch.full((len(batch), t), IGNORED)
+    inputs = torch.full((len(batch), t), EOS, dtype=torch.long, device="cpu")
+    targets = torch.full_like(inputs, IGNORED)
     for row, (ids, first) in enumerate(batch):
-        inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-        targets[row, first - 1 : len(ids) - 1] = torch.tensor(ids[first:])
+        inputs[row, : len(ids) - 1] = inputs.new_tensor(ids[:-1])
+        targets[row, first - 1 : len(ids) - 1] = inputs.new_tensor(ids[first:])
     return inputs, targets
 
 
@@ -116,6 +116,10 @@ def cut(data: Sequence[Window], tokens: int) -> list[list[Window]]:
     return batches
 
 
+def permuted(length: int, generator: torch.Generator) -> list[int]:
+    return torch.randperm(length, generator=generator, dtype=torch.long, device="cpu").tolist()
+
+
 def shuffled(data: Sequence[Window], tokens: int, seed: int) -> Iterator[list[Window]]:
     """Batches without end; `seed` alone decides their order, which is new in every epoch.
 
@@ -123,8 +127,8 @@ def shuffled(data: Sequence[Window], tokens: int, seed: int) -> Iterator[list[Wi
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(len(data), generator=generator).tolist()
+        order = permuted(len(data), generator)
         for start in range(0, len(order), 2048):
             batches = cut([data[i] for i in order[start : start + 2048]], tokens)
-            for i in torch.randperm(len(batches), generator=generator).tolist():
+            for i in permuted(len(batches), generator):
                 yield batches[i]

@@ -41,7 +41,9 @@ def block_norms(model: Llama, seed: int) -> list[float]:
     is so.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    tokens = torch.randint(
+        0, VOCAB, (BATCH, LENGTH + 1), generator=generator, dtype=torch.long, device="cpu"
+    )
     logits = model(tokens[:, :-1]).float()
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     return [

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from llama_mini import load_model, load_tokenizer, read_config
-from llama_mini.checkpoint import open_checkpoint
+from llama_mini import Llama, load_model, load_tokenizer, read_config
+from llama_mini.checkpoint import open_checkpoint, parse_config
+from llama_mini.checkpoint.names import HUGGING_FACE, translate
 from tests.support.processes import ROOT
 
 # An audit hook cannot be taken away: a process of its own.
@@ -141,6 +142,75 @@ def test_sampling_that_is_none(tmp_path, key, value):
     (tmp_path / "generation_config.json").write_text(f'{{"{key}": {text}}}')
     with pytest.raises(ValueError, match=rf"generation_config\.json: .*{key}"):
         open_checkpoint(tmp_path).sampling()
+
+
+MAPS = """
+import os, resource, sys
+from llama_mini import load_model
+import torch
+if len(sys.argv) > 2:
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
+model = load_model(sys.argv[1])
+for line in open("/proc/self/maps"):
+    if line.rstrip().endswith(".safetensors"):
+        begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+        print(end - begin, line.split()[1])
+with torch.inference_mode():
+    print(sum(weight.view(-1)[:7].sum().item() for weight in model.parameters()))
+"""
+
+
+def mappings(folder: Path, *limit: str) -> list[list[str]]:
+    """Size and rights of each mapping of a weights file in a process that has loaded the folder."""
+    command = [sys.executable, "-c", MAPS, str(folder), *limit]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()[:-1]]
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="Linux")
+
+
+@needs_proc
+def test_a_file_is_mapped_once(checkpoint):
+    """However many tensors it holds; private, so that no write reaches it."""
+    size = (checkpoint / "model.safetensors").stat().st_size
+    assert mappings(checkpoint) == [[str(-(-size // 4096) * 4096), "rw-p"]]
+
+
+@needs_proc
+def test_a_file_larger_than_the_memory_is_mapped(tmp_path):
+    """A file with a hole of twice the memory, and tensors at both ends of it."""
+    words = Path("/proc/meminfo").read_text().split()
+    memory = int(words[words.index("MemTotal:") + 1]) * 1024
+    hidden = 8192
+    vocab = 2 * memory // (2 * hidden)
+    values = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with torch.device("meta"):
+        shapes = {k: v.shape for k, v in Llama(parse_config(values)).state_dict().items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        if name != "lm_head.weight":
+            begin, end = end, end + 2 * shape.numel()
+            key = translate(name, HUGGING_FACE)
+            header[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    assert end > 2 * memory
+    ((size, _),) = mappings(tmp_path)
+    assert int(size) > 2 * memory
 
 
 def test_the_command_says_what_it_ignores_in_one_line(checkpoint, tmp_path, capsys):
