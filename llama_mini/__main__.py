@@ -42,7 +42,7 @@ from .cli import (
     silence,
     table,
 )
-from .generation import STRIDE, context, require_prompts, require_sampling, stream
+from .generation import STRIDE, require_prompts, require_sampling, stream
 from .model import Llama
 from .speed import all_cores, fast_model
 from .speed.parallel import fingerprint, load_parallel
@@ -185,7 +185,7 @@ def encode(
     """The prompt's ids, through the chat template where that is asked for; [] for a conversation."""
     if prompt is None:
         return []
-    positions, size = context(checkpoint.config), len(prompt.encode("utf-8", "replace"))
+    positions, size = checkpoint.config.context(), len(prompt.encode("utf-8", "replace"))
     if size > max(
         MEGABYTE, tokenizer.most_bytes(positions)
     ):  # less is counted in tokens, soon enough
@@ -266,7 +266,7 @@ def report(
     for, `computed` tokens of the prompt and `seconds` of loading.
     """
     config, new = model.config, len(answer.ids)
-    if not answer.ended and prompt + new >= context(config):
+    if not answer.ended and prompt + new >= config.context():
         say(f"[stopped at the end of the context, after {prompt + new} tokens]")
     elif not answer.ended:
         say(f"[stopped after {new} tokens; --max-new-tokens N for more]")

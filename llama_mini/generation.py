@@ -54,7 +54,7 @@ def draw(
     logits = logits.float()
     highest = logits.amax(-1, keepdim=True)  # NaN where any is NaN
     broken = ~highest.isfinite().squeeze(-1)
-    if temperature < torch.finfo(torch.float32).tiny or top_p == 0:  # below, division is not exact
+    if temperature < torch.finfo(torch.float32).tiny:  # below, division is not exact
         return logits.argmax(-1).masked_fill(broken, NONE)
     # The highest is 0, so that a tiny temperature cannot overflow.
     logits = (logits - highest) / temperature
@@ -65,7 +65,7 @@ def draw(
     if top_p is not None and top_p < 1:
         kept, ids = probabilities.sort(descending=True, stable=True)
         beyond = kept.cumsum(-1) - kept >= top_p
-        beyond[..., 0] = False  # a top_p too small for float32 is 0 there
+        beyond[..., 0] = False  # a top_p of 0, also one too small for float32
         probabilities = torch.zeros_like(probabilities).scatter(
             -1, ids, kept.masked_fill(beyond, 0)
         )
@@ -112,7 +112,7 @@ def stream(
             f"from there, and these have {sorted(lengths)}"
         )
     width, device = max(lengths, default=0), model.embed.weight.device
-    end = context(model.config) if max_new_tokens is None else width + max_new_tokens
+    end = model.config.context() if max_new_tokens is None else width + max_new_tokens
     if not prompts or end == width:
         return iter(())
     if cache is None:
@@ -187,11 +187,6 @@ def padded_mask(queries: Tensor, keys: Tensor, padding: Tensor) -> Tensor:
     causal = keys <= queries[:, None]
     real = keys >= padding[:, None]
     return (causal & real[:, None] | (keys == queries[:, None]))[:, None]
-
-
-def context(config: LlamaConfig) -> int:
-    """How many positions the model reads: its context, or the window that it may not leave."""
-    return config.context()
 
 
 def require_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

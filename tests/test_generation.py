@@ -30,7 +30,15 @@ def counts(logits, n=4000, **options):
 def test_temperature_0_is_argmax_and_a_tiny_one_equals_it():
     logits = torch.randn(50, 97, generator=torch.Generator().manual_seed(0)) * 30
     greedy = logits.argmax(-1)
-    for temperature in (0.0, 1e-8, 1e-30, 1e-45, 1e-46, 5e-324):  # float32 rounds 1e-46 to 0
+    for temperature in (
+        0.0,
+        1e-8,
+        1e-30,
+        1.2e-38,
+        1e-45,
+        1e-46,
+        5e-324,
+    ):  # float32 rounds 1e-46 to 0
         assert torch.equal(sample(logits, temperature=temperature), greedy)
         assert torch.equal(sample(logits.half(), temperature=temperature), logits.half().argmax(-1))
 
@@ -51,7 +59,8 @@ def test_top_k_keeps_exactly_k_ties_included():
 
 def test_top_p_keeps_the_fewest_that_reach_it():
     logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
-    for top_p, kept in ((1e-8, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4), (1.0, 4)):
+    cases = ((0.0, 1), (1e-46, 1), (1e-8, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.94, 3))
+    for top_p, kept in (*cases, (0.96, 4), (1.0, 4)):
         assert (counts(logits, temperature=1.0, top_p=top_p) > 0).sum() == kept, top_p
     assert counts(logits[::-1], temperature=1.0, top_p=1e-8)[3] == 1
 
@@ -311,7 +320,7 @@ def test_what_a_cache_holds_is_not_computed_again(model):
         hook.remove()
     assert first == text[3:8]
     assert branch == generate(model, [[3, 1, 7]], 3)[0]
-    for prompts in ([[3, 1]], [[3, 1, 7, 4, 4, 4, 4], [1]]):
+    for prompts in ([[3, 1]], [[3, 1, 7, *branch[:2]]], [[3, 1, 7, 4, 4, 4, 4], [1]]):
         with pytest.raises(ValueError, match=r"holds 5 positions"):
             stream(model, prompts, 1, cache=cache)
     # It can still be written to by a plain call.
@@ -333,3 +342,35 @@ def test_top_p_that_is_reached_exactly_keeps_no_more():
     assert torch.tensor(logits).softmax(-1).tolist() == [0.5, 0.25, 0.125, 0.125]
     for top_p, kept in ((0.5, 1), (0.75, 2), (0.875, 3)):
         assert (counts(logits, temperature=1.0, top_p=top_p) > 0).sum() == kept, top_p
+
+
+def test_a_row_that_is_broken_is_the_only_one():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, math.nan, 0.0], [-1e30, -2e30, -3e30]])
+    for temperature in (0.0, 1e-30, 1e-3):
+        assert draw(logits, temperature, None, None, None).tolist() == [1, -1, 0]
+
+
+def test_of_equal_ids_top_p_keeps_the_first():
+    kept = counts([0.0] * 100, temperature=1.0, top_p=0.499) > 0
+    assert kept.nonzero().flatten().tolist() == list(range(50))
+
+
+def test_padding_has_positions_that_exist_and_sees_itself(model):
+    """Learned positions have none below 0, and a softmax over nothing is NaN on some devices."""
+    seen = []
+
+    def look(_, arguments, options):
+        seen.append((options["positions"], options["mask"]))
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    generate(model, PROMPTS, 3, stop_ids=())
+    hook.remove()
+    assert len(seen) == 3
+    for positions, mask in seen:
+        assert positions.min() >= 0
+        assert mask.any(-1).all()
+
+
+def test_a_vocabulary_without_ids_is_refused(model):
+    with pytest.raises(ValueError, match="vocab_size is 0"):
+        stream(model, [[1]], vocab_size=0)

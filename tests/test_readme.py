@@ -1,20 +1,87 @@
 """What the README says of names, files and commands is what the code has."""
 
 import re
+import shlex
 from pathlib import Path
 
+from llama_mini.__main__ import main
 from llama_mini.checkpoint.names import HUGGING_FACE, META
+from llama_mini.placements import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def cells(line: str) -> list[str]:
+    return [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+
+
+def spelled(name: str) -> list[str]:
+    """w{q,k} is wq and wk."""
+    found = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+    return [found[1] + part + found[3] for part in found[2].split(",")] if found else [name]
+
+
 def test_name_table_is_the_loaders():
-    rows = re.findall(
-        r"^\| [^|]+ \| `([^`]+)` \| `([^`]+)` \| (?:`([^`]+)` )?\|$", README, re.MULTILINE
+    start = README.index("| place | here |")
+    rows = [cells(line) for line in README[start : README.index("\n\n", start)].splitlines()[2:]]
+    ours = [name for row in rows for name in spelled(row[1])]
+    assert (
+        dict(zip(ours, [n for row in rows for n in spelled(row[2])], strict=True)) == HUGGING_FACE
     )
-    assert {ours: theirs for ours, theirs, _ in rows} == HUGGING_FACE
-    assert {ours: theirs for ours, _, theirs in rows if theirs} == META
+    metas = [row for row in rows if row[3]]
+    ours = [name for row in metas for name in spelled(row[1])]
+    assert dict(zip(ours, [n for row in metas for n in spelled(row[3])], strict=True)) == META
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) < 200
+
+
+def test_links_lead_somewhere():
+    links = set(re.findall(r"\]\(([^)]+)\)", README))
+    assert len(links) > 8
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_first_command_prints_what_the_readme_quotes(capsys):
+    options = re.search(r"^    python generate\.py (.*)$", README, re.MULTILINE)[1]
+    quoted = " ".join(line[2:] for line in README.splitlines() if line.startswith("> "))
+    assert main([*shlex.split(options), "--device", "cpu"]) == 0
+    assert " ".join(capsys.readouterr().out.split()).startswith(quoted)
+
+
+def test_the_tree_names_every_room_and_every_file_of_the_decoder():
+    start = README.index("    llama_mini/\n")
+    tree = README[start : README.index("\n\n", start)]
+    listed = re.findall(r"^      (\S+) ", tree, re.MULTILINE)
+    rooms = {f"{p.name}/" for p in (ROOT / "llama_mini").iterdir() if (p / "__init__.py").is_file()}
+    files = {p.name for p in (ROOT / "llama_mini").glob("*.py") if not p.name.startswith("__")}
+    assert set(listed) == rooms | files
+
+
+def test_the_decoder_has_as_many_lines_as_it_says():
+    files = ("model.py", "rope.py", "cache.py", "config.py", "generation.py")
+    lines = sum(len((ROOT / "llama_mini" / f).read_text().splitlines()) for f in files)
+    said = int(re.search(r"five files, about (\d+) lines", README)[1])
+    assert abs(lines - said) <= 0.05 * lines, lines
+
+
+def test_the_numbers_of_the_norms_are_those_of_the_room():
+    """Whose own test computes them anew."""
+    start = README.index("1. **Pre-norm keeps")
+    points = README[start : README.index("| | RMSNorm", start)]
+    room = (ROOT / "llama_mini" / "inspect" / "README.md").read_text(encoding="utf-8")
+    numbers = set(re.findall(r"\d+\.\d+(?: %)?", points))
+    assert len(numbers) >= 16
+    assert [number for number in numbers if number not in room] == []
+
+
+def test_the_python_of_the_readme_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(code.replace("max_new_tokens=None", "max_new_tokens=4"), {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
 
 
 def test_pictures_are_there():
@@ -25,7 +92,7 @@ def test_pictures_are_there():
 
 def test_options_of_the_commands_exist():
     sources = {
-        "generate.py": ROOT / "generate.py",
+        "generate.py": ROOT / "llama_mini" / "__main__.py",
         **{
             ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"): p
             for p in (ROOT / "llama_mini").rglob("*.py")
@@ -38,3 +105,24 @@ def test_options_of_the_commands_exist():
         source = sources[module or script].read_text()
         for option in set(re.findall(r"--[a-z][a-z-]*", rest)) - {"--help"}:
             assert f'"{option}"' in source, f"{module or script} has no {option}"
+
+
+def test_families_that_it_says_load_do():
+    start = README.index("| family | |")
+    rows = [cells(line) for line in README[start : README.index("\n\n", start)].splitlines()[2:]]
+    assert len(rows) == 10
+    words = re.findall(r"[\w-]+", " ".join(row[0] for row in rows if row[1].startswith("yes")))
+    named = {word.lower().replace("-", "") for word in words}
+    loads = {re.sub("[-_]", "", model_type) for model_type in FAMILIES}
+    for name in (
+        "llama",
+        "mistral",
+        "qwen3",
+        "qwen2",
+        "gemma",
+        "olmo",
+        "granite",
+        "smollm3",
+        "phi",
+    ):
+        assert name in named & loads

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import math
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -69,7 +68,7 @@ def measure_load(
 
 def lengths(config: LlamaConfig, t: int | None, n: int | None) -> tuple[int, int]:
     """Prompt and new tokens: what is given, or 512 and 64, or what the context leaves of these."""
-    room = int(min(config.max_position_embeddings, config.sliding_window or math.inf))
+    room = config.context()
     if n is None:
         n = max(2, min(64, room // 2 if t is None else room - t))
     return max(1, min(512, room - n)) if t is None else t, n

@@ -127,7 +127,6 @@ class Conversation:
         pairs = zip(ids, self._held, strict=False)
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(self._held)))
         self.cache.length = min(same, len(ids) - 1)
-        self._held = self._held[: self.cache.length]
         self.asked, self.computed = len(ids), len(ids) - self.cache.length
         options = {"vocab_size": self.tokenizer.vocab_size} | options
         steps = stream(self.model, [ids], cache=self.cache, **options)

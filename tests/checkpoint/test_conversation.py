@@ -87,6 +87,11 @@ def test_a_turn_without_an_answer_is_forgotten(talk):
         "".join(talk.ask("The dog"))
     hook.remove()
     assert talk.messages == before
+    answer = talk.ask("The dog", max_new_tokens=5)  # all of it is in the cache, but its logits
+    "".join(answer)
+    ids = chat_prompt(talk.checkpoint, talk.tokenizer, [*before, user("The dog")])
+    assert (answer.ids, talk.computed) == (generate(talk.model, [ids], 5, vocab_size=300)[0], 1)
+    before = list(talk.messages)
     with pytest.raises(ValueError, match="context of 300"):
         talk.ask("The quick brown fox jumps over the lazy dog. " * 20)
     assert talk.messages == before
@@ -94,6 +99,17 @@ def test_a_turn_without_an_answer_is_forgotten(talk):
     "".join(answer)
     ids = chat_prompt(talk.checkpoint, talk.tokenizer, [*before, user("Once")])
     assert answer.ids == generate(talk.model, [ids], 5, vocab_size=300)[0]
+
+
+def test_the_last_token_was_drawn_and_is_not_in_the_cache(talk, monkeypatch):
+    said = [[5, 6, 7]]
+    monkeypatch.setattr("llama_mini.checkpoint.conversation.chat_prompt", lambda *_: list(said[-1]))
+    for _ in range(3):
+        answer = talk.ask("", max_new_tokens=4)
+        "".join(answer)
+        assert answer.ids == generate(talk.model, [said[-1]], 4, vocab_size=300)[0]
+        assert talk.computed == (3 if len(said) == 1 else 2)  # the last one, and the new one
+        said.append([*said[-1], *answer.ids, 9])
 
 
 def test_reset_forgets_all_but_the_system_message(talk):
