@@ -93,12 +93,15 @@ class JsonTokenizer(Tokenizer):
         """Raise a ValueError for an added token whose id the library cannot give: another piece has it,
         or the ids before it are not all there.
         """
+        added = model.get_added_tokens_decoder()
         for text, token_id in ids.items():
-            found, taken = model.token_to_id(text), model.id_to_token(token_id)
+            found, there = model.token_to_id(text), added.get(token_id)
+            # The library names an added token as its normalizer would write it.
+            taken = there.content if there is not None else model.id_to_token(token_id)
             if found != token_id or taken != text:
-                there = f", which is {short(taken)} there" if taken not in (None, text) else ""
+                other = f", which is {short(taken)} there" if taken not in (None, text) else ""
                 raise ValueError(
-                    f"{self.path} gives {short(text)} the id {found}, {who} give {token_id}{there}: "
+                    f"{self.path} gives {short(text)} the id {found}, {who} give {token_id}{other}: "
                     "take all of them from one place"
                 )
 
@@ -124,7 +127,8 @@ class JsonTokenizer(Tokenizer):
         mask = probe.special_tokens_mask
         self._prefix = probe.ids[: mask.index(0)] if 0 in mask else []
         if len(self._prefix) == 1:
-            self.named.setdefault("bos_token", str(model.id_to_token(self._prefix[0])))
+            bos = self._control_texts.get(self._prefix[0], str(model.id_to_token(self._prefix[0])))
+            self.named.setdefault("bos_token", bos)
         if settings.add_bos is not None:
             self._prefix = [self.bos_id] if settings.add_bos and self.bos_id is not None else []
         if unknown := [i for i in self._prefix if model.id_to_token(i) is None]:

@@ -100,6 +100,22 @@ def test_what_a_token_takes_in(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(f"a {END} b")) == f"a {END} b"
 
 
+def test_a_normalizer_that_writes_added_tokens_otherwise(tmp_path: Path) -> None:
+    """Llama 2's early files put a space before each of them too, by name only."""
+    token = AddedToken("<S>", normalized=True, special=True)
+    for normalizer in (normalizers.Lowercase(), normalizers.Prepend("▁")):
+        folder = write_added(tmp_path, token, normalizer=normalizer)
+        processor = {"type": "TemplateProcessing", "pair": []}
+        processor["single"] = [{"SpecialToken": {"id": "<S>", "type_id": 0}}]
+        processor["single"].append({"Sequence": {"id": "A", "type_id": 0}})
+        processor["special_tokens"] = {"<S>": {"id": "<S>", "ids": [256], "tokens": ["<S>"]}}
+        tokenizer = load_tokenizer(change(folder, post_processor=processor))
+        assert tokenizer.bos_id == 256
+        assert tokenizer.encode("a")[0] == 256
+        assert 256 not in tokenizer.encode("<S>", bos=False)
+        assert "<S>" not in tokenizer.decode([256])
+
+
 def test_which_file_names_a_token(tmp_path: Path) -> None:
     """special_tokens_map.json comes first, unless tokenizer_config.json lists the added tokens."""
     two = (AddedToken("<a>", special=True), AddedToken("<b>", special=True))
