@@ -227,8 +227,9 @@ def test_more_problems_than_anyone_reads(folder: Path) -> None:
     extra = {f"w{n}": torch.zeros(1) for n in range(300)}
     save_file(weights | extra, folder / "model.safetensors")
     refusal(folder, "w0 (1,), which is no part of this decoder", "; and 200 more")
-    change(folder / "config.json", **{f"k{n}": n for n in range(300)})
-    refusal(folder, "config.json: k0 is 0", "and 280 more: not known")
+    own = {"AutoModelForCausalLM": "modeling_x.X"}
+    change(folder / "config.json", auto_map=own, **{f"k{n}": n for n in range(300)})
+    refusal(folder, "k0 is 0", "and 280 more")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\nb", "\ud800", "gone"])
@@ -398,7 +399,6 @@ def test_nan_is_named_at_its_step_and_nothing_is_drawn_from_it(
         ([[-1]], {}),
         ([[2**70]], {}),
         ([[1]], {"max_new_tokens": 1.5}),
-        ([[1]], {"max_new_tokens": None}),
         ([[1]], {"stop_ids": 2}),
         ([[1]], {"temperature": "hot"}),
         ([[1]], {"top_k": 1.5}),
@@ -432,7 +432,7 @@ def test_prompts_that_are_odd_and_right(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.encode() + b"\n")))
     code = cli.main(["--model", str(folder), "--prompt", "-", "--max-new-tokens", "3"])
     out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
+    assert (code, err.count("\n")) == (0, 1)  # the note that the text was cut
     assert out.startswith(prompt)
 
 
