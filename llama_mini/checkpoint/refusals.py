@@ -195,7 +195,10 @@ def family_of(given: dict[str, Any]) -> Family:
         stem = name.lower().removesuffix("forcausallm").replace("_", "")
         others = {other.replace("_", "") for other in OTHER_FAMILIES.keys() | FAMILIES.keys()}
         others -= {family.replace("_", "")}
-        if (name != only and stem in others) or re.search(r"For(?!CausalLM|LM)[A-Z]", name):
+        is_other = stem in others or name.lower() in by_class
+        if (is_other and name.lower() != only.lower()) or re.search(
+            r"For(?!CausalLM|LM)[A-Z]", name
+        ):
             raise ValueError(
                 f"architectures is {short(names)}: with model_type {family}, only {only} is supported"
             )

@@ -358,7 +358,7 @@ def test_wrappers_names_around_a_known_model_type(name):
 @pytest.mark.parametrize(
     "name",
     "MistralForCausalLM Qwen2ForCausalLM GemmaForCausalLM LlamaForTokenClassification "
-    "LlamaForQuestionAnswering GPTNeoXForCausalLM".split(),
+    "LlamaForQuestionAnswering GPTNeoXForCausalLM GPT2LMHeadModel".split(),
 )
 def test_classes_that_are_known_to_be_others(tmp_path, name):
     assert name in refusal(tmp_path, {**LLAMA, "architectures": [name]})
