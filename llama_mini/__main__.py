@@ -184,6 +184,7 @@ def encode(
 ) -> list[int]:
     """The prompt's ids, through the chat template where that is asked for; [] for a conversation."""
     if prompt is None:
+        chat_prompt(checkpoint, tokenizer, "Hi", options.system)  # or each turn would fail
         return []
     positions, size = checkpoint.config.context(), len(prompt.encode("utf-8", "replace"))
     if size > max(
@@ -238,7 +239,12 @@ def load(
     say("compiling one step: about half a minute the first time, some seconds when it is cached")
     began = time.perf_counter()
     fast = fast_model(model)
-    fast.prepare(1)  # here, so that the tokens come evenly
+    try:
+        fast.prepare(1)  # here, so that the tokens come evenly
+    except OSError as error:
+        raise RuntimeError(
+            f"a step cannot be compiled: {error} (TORCHINDUCTOR_CACHE_DIR says where torch keeps it)"
+        ) from error
     say(f"compiled in {time.perf_counter() - began:.1f} s")
     return fast
 

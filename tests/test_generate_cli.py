@@ -530,6 +530,15 @@ def test_compiling_says_what_it_does_and_how_long_it_took(checkpoint, capsys, mo
     assert (code, out) == (0, f"The{text_of(checkpoint, 'The', 2)}\n")
     assert re.match(r"compiled in \d+\.\d s\n", err)
 
+    def broken(*_):
+        raise FileExistsError(17, "File exists", "/some/cache")
+
+    monkeypatch.setattr(Fast, "prepare", broken)
+    code, out, err = run(capsys, *arguments, "--compile")
+    assert (code, out) == (1, "")
+    for word in ("/some/cache", "TORCHINDUCTOR_CACHE_DIR"):
+        assert word in err.splitlines()[-1]
+
 
 @pytest.fixture
 def talkative(checkpoint, tmp_path) -> Path:
@@ -567,6 +576,14 @@ def test_a_conversation_without_a_terminal_reads_a_turn_a_line(talkative, capsys
     code, out, err = feed("The fox\n" + "The quick brown fox. " * 10**5)
     assert (code, out) == (1, said[0] + "\n")
     assert "context of 1000000" in err
+
+
+def test_a_conversation_needs_a_template_before_the_first_turn(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The fox")))
+    code, out, err = run(capsys, "--chat", "--model", str(checkpoint))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "chat_template.jinja" in err
+    assert sys.stdin.read() == "The fox"
 
 
 def test_a_conversation_on_a_terminal(talkative):
