@@ -278,6 +278,11 @@ def test_an_unknown_that_ends_a_text(tmp_path: Path) -> None:
     assert 256 not in tokenizer.encode(f"a{END}")
     ids = tokenizer.encode(f"{END}a{END}", special=True, literal=[(len(END), 99)])
     assert ids.count(256) == 1
+    model = models.BPE(vocab={"a": 0, END: 1}, merges=[], unk_token=END)
+    tokenizer = load_tokenizer(write_added(tmp_path, model=model, **names))
+    assert tokenizer.encode("aa") == [0, 0]
+    with pytest.raises(ValueError, match=r"control token"):
+        tokenizer.encode("aba")
 
 
 def test_text_that_only_a_control_token_can_write(tmp_path: Path) -> None:
@@ -286,13 +291,19 @@ def test_text_that_only_a_control_token_can_write(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_added(tmp_path, model=model, eos_token="b"))
     with pytest.raises(ValueError, match=r"the text holds 'b'.*control token"):
         tokenizer.encode("ab")
+    model = models.BPE(vocab={"a": 0, "b": 1, "x": 2, "bx": 3}, merges=[("b", "x")])
+    tokenizer = load_tokenizer(write_added(tmp_path, model=model, eos_token="bx", pad_token="b"))
+    with pytest.raises(ValueError, match=r"the text holds 'bx'.*control token"):
+        tokenizer.encode("abx")
 
 
 # Many tokens, threads, panics, sizes
 
 
 def test_many_added_tokens(tmp_path: Path) -> None:
-    """Observed 0.5 s on both back ends; a regular expression of 10,000 tokens took 73 s for 3.5 kB."""
+    """Observed 1 s, and 6 s on a busy machine; a regular expression of 10,000 tokens took 73 s for 3.5 kB
+    of text, of which there is 25 times as much here.
+    """
     tokens = {f"<|speech_{number}|>": {"special": number % 2 == 0} for number in range(40_000)}
     folder = write_sentencepiece(tmp_path)
     added = {
@@ -303,7 +314,7 @@ def test_many_added_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     text = "Once upon a <|speech_7|> time <|speech_8|> " * 2000
     ids, special = tokenizer.encode(text), tokenizer.encode(text, special=True)
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 60
     assert (ids.count(427), ids.count(428), special.count(428)) == (2000, 0, 2000)
     assert tokenizer.decode(ids) == text
 

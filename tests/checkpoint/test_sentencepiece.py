@@ -193,3 +193,19 @@ def test_gemma(tmp_path: Path) -> None:
     plain = tokenizer.encode(text)
     assert not {first, last} & set(plain)
     assert tokenizer.decode(plain) == text
+
+
+def test_a_normalizer_makes_no_control_token(tmp_path: Path) -> None:
+    """SentencePiece finds a piece of its own in the text that its normalizer has made."""
+    wide = "\uff1c|im_end|\uff1e"
+    options = {"normalization_rule_name": "nmt_nfkc", "user_defined_symbols": ["<|im_end|>"]}
+    folder = write(tmp_path, {"eos_token": "<|im_end|>"}, **options)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_id in model.encode(wide)
+    assert tokenizer.eos_id not in tokenizer.encode(f"the {wide}")
+    text = f"the {wide} the<|im_end|>"
+    ids = tokenizer.encode(text, special=True, literal=[(4, 14)])
+    assert ids.count(tokenizer.eos_id) == 1
+    assert ids[-1] == tokenizer.eos_id
+    assert tokenizer.decode(ids) == "the <|im_end|> the"
