@@ -264,7 +264,7 @@ def with_file(name: str, content: str) -> object:
         (with_config(quantization_config={"bits": 4}), "quantization_config"),
         (with_config(attention_bias=True), "attention_bias"),
         (with_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "yarn"),
-        (with_config(model_type="qwen2"), "qwen2"),
+        (with_config(model_type="mixtral"), "mixtral"),
         (with_config(num_hidden_layers=3), "num_hidden_layers"),
         (with_file("config.json", "{"), "config.json"),
         (with_file("tokenizer.model", "SGVsbG8= 0\nV29ybGQ= 1\n"), "tiktoken"),
@@ -453,18 +453,21 @@ def test_what_a_prompt_and_a_model_say_goes_through_show(checkpoint, monkeypatch
 
 
 def test_every_way_to_start_it_is_the_same_command(checkpoint, capsys):
+    import generate as script
+
+    assert script.main is cli.main
     arguments = ["--prompt", "The", "--model", str(checkpoint), "--seed", "1"]
     arguments += ["--max-new-tokens", "5"]
-    expected = run(capsys, *arguments)
-    for program in (["generate.py"], ["-m", "llama_mini"]):
-        done = subprocess.run(
-            [sys.executable, *program, *arguments], cwd=ROOT, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout, done.stderr) == expected
-        version = subprocess.run(
-            [sys.executable, *program, "--version"], cwd=ROOT, capture_output=True, text=True
-        )
-        assert version.stdout.startswith(f"llama-mini {llama_mini.__version__} ")
+
+    def started(*program: str) -> tuple[int, str, str]:
+        command = [sys.executable, *program]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    assert started("generate.py", *arguments) == run(capsys, *arguments)
+    code, out, err = started("-m", "llama_mini", "--version")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"llama-mini {llama_mini.__version__} ")
 
 
 def test_the_installed_command_is_the_same_function():
@@ -481,13 +484,9 @@ def test_neither_prompt_nor_chat_is_a_usage_error(capsys):
     assert "--prompt TEXT" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("package", "programs"),
-    [("torch", [["generate.py"], ["-m", "llama_mini"]]), ("einops", [["-m", "llama_mini.train"]])],
-)
-def test_a_package_that_cannot_be_imported_is_one_line(package, programs, tmp_path):
-    (tmp_path / f"{package}.py").write_text("raise OSError('libgomp.so.1: not\\nfound')")
-    for program in programs:
+def test_a_package_that_cannot_be_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libgomp.so.1: not\\nfound')")
+    for program in (["generate.py"], ["-m", "llama_mini"], ["-m", "llama_mini.train"]):
         done = subprocess.run(
             [sys.executable, *program, "--prompt", "x"],
             cwd=ROOT,
@@ -497,7 +496,7 @@ def test_a_package_that_cannot_be_imported_is_one_line(package, programs, tmp_pa
         )
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
         assert "libgomp.so.1: not found" in done.stderr
-        assert package in done.stderr
+        assert "torch" in done.stderr
     code = "try:\n import llama_mini\nexcept OSError: print('raised')"
     done = subprocess.run(
         [sys.executable, "-c", code],
