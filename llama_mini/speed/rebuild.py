@@ -2,16 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ..model import Llama
 from .private import hooked
 from .threaded import ThreadedLinear
-
-if TYPE_CHECKING:
-    from .fast import FastLlama
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -26,7 +23,8 @@ def rebuilt(model: Model, layer: Callable[[nn.Module], nn.Module | None]) -> Mod
         id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
     }
     new = copy.deepcopy(model, shared)
-    for name, module in list(new.named_modules(remove_duplicate=False)):
+    # Children first: what is made of a block is made of its new layers.
+    for name, module in reversed(list(new.named_modules(remove_duplicate=False))):
         if (own := layer(module)) is None:
             continue
         if hooked(module):
@@ -50,15 +48,24 @@ def all_cores(model: Model) -> Model:
     return rebuilt(model, layer)
 
 
-def fast_model(model: Llama) -> "FastLlama":
-    """The compiled form of the model, on the same weights; the model itself stays as it is.
+def fast_model(model: Llama) -> Llama:
+    """The model in its fast form, on the same weights; the model given stays as it is.
 
-    A `ValueError` for a model of another family than Llama, or with sliding windows.
+    On a CPU its steps of one token are written in C++, compiled the first time; on a CUDA GPU they are
+    compiled by torch and replayed as CUDA graphs. Logits of such steps come without gradients. A
+    `ValueError` for what is no Llama, for another device, and where this machine cannot compile.
     """
-    if type(model) is not Llama:
-        raise ValueError(
-            f"the compiled form is made of Llama alone, and this is {type(model).__name__}: do without it"
-        )
-    from .fast import fast_model  # with torch's compiler, which takes seconds to import
+    if not isinstance(model, Llama):
+        raise ValueError(f"fast_model takes a Llama, not a {type(model).__name__}")
+    device = model.embed.weight.device
+    if device.type == "cpu":
+        from .cpu import fast_on_cpu
 
-    return fast_model(model)
+        return fast_on_cpu(model)
+    if device.type == "cuda":
+        from .fast import fast_model  # with torch's compiler, which takes seconds to import
+
+        fast = fast_model(model)
+        fast.prepare(1)  # here, so that the tokens come evenly
+        return fast
+    raise ValueError(f"the fast form runs on cpu and cuda, and the model is on {device}")

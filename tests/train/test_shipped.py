@@ -14,7 +14,14 @@ from sentencepiece import SentencePieceProcessor
 from llama_mini import compare, generate, load_model, load_tokenizer, record
 from llama_mini.speed import fast_model
 from llama_mini.train.recipe import Recipe
-from tests.support.fixtures import ACTIVATIONS, SHIPPED, SHIPPED_NEW_TOKENS, SHIPPED_PROMPT, require
+from tests.support.fixtures import (
+    ACTIVATIONS,
+    SHIPPED,
+    SHIPPED_NEW_TOKENS,
+    SHIPPED_PROMPT,
+    require,
+    require_compiler,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT.parent / "shared" / "corpus" / "tinystories.txt"
@@ -68,12 +75,8 @@ def test_transformers_writes_the_same_text(model, tokenizer):
         assert generate(model, [ids], 60)[0] == text[len(ids) :]
 
 
-@pytest.mark.slow
-def test_the_fast_form_writes_the_same_text(model, tokenizer, monkeypatch):
-    from llama_mini.speed import fast
-
-    monkeypatch.setattr(fast, "compiled", lambda function: function)  # test_fast.py compiles
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+def test_the_fast_form_writes_the_same_text(model, tokenizer):
+    require_compiler()
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     swift = fast_model(model)
     for prompt in prompts:
