@@ -56,7 +56,7 @@ class Sandwich(Placed):
 
 
 class Behind(Placed):
-    """x = x + N(f(x)): behind each sublayer, on the branch (OLMo 2)."""
+    """x = x + N(f(x)): behind each sublayer, on the branch; with QK-norm it is OLMo 2's."""
 
     places = ("attention_out", "ffn_out")
 
@@ -93,11 +93,13 @@ BLOCKS: dict[str, type[Block]] = {
     "pre-norm": Block,
     "post-norm": PostNorm,
     "sandwich": Sandwich,
-    "behind (OLMo 2)": Behind,
+    "behind": Behind,
+    "OLMo 2": Behind,
     "side by side": SideBySide,
     "none": NoNorm,
 }
 WITHOUT_FINAL_NORM = ("post-norm", "none")  # the one ends in a norm, the other has none at all
+QK_NORM = ("OLMo 2",)  # without it, scores grow with the square of the stream, which no norm levels
 
 
 def build(variant: str, config: LlamaConfig, seed: int) -> Llama:
@@ -106,7 +108,8 @@ def build(variant: str, config: LlamaConfig, seed: int) -> Llama:
     Embeddings have a standard deviation of 1 and matrices one of fan_in^-1/2, so that every sublayer
     gives what it reads about its own scale. The embedding is not tied: its scale is not the head's.
     """
-    model = Llama(replace(config, tie_word_embeddings=False), RMSNorm, BLOCKS[variant])
+    config = replace(config, tie_word_embeddings=False, qk_norm=variant in QK_NORM)
+    model = Llama(config, RMSNorm, BLOCKS[variant])
     if variant in WITHOUT_FINAL_NORM:
         model.final_norm = nn.Identity()
     generator = torch.Generator().manual_seed(seed)
@@ -136,17 +139,17 @@ PLACEMENTS = Comparison(
     optimizers=adamw,
     recipe=Recipe(
         vocab_size=512,
-        context=128,
+        context=64,
         hidden_size=64,
         intermediate_size=176,
         num_hidden_layers=12,
         num_attention_heads=4,
         num_key_value_heads=2,
-        held_out=100,
+        held_out=40,
         steps=500,
         warmup=10,
         decay=250,
-        batch_tokens=1024,
+        batch_tokens=512,
         precision="float32",
     ),
     learning_rates=(1e-3, 1e-2),

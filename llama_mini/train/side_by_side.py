@@ -28,7 +28,7 @@ from .step import train_step
 Report = Callable[[str, bool], None]
 SEEDS = 3
 POINTS = 10  # held-out losses on a curve
-STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)))
+STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 
 
 @dataclass(frozen=True)
