@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.support.fixtures import require
 
+FAMILIES_FOLDER = Path(__file__).resolve().parents[1] / "activations" / "families"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 BASE: dict[str, Any] = {
