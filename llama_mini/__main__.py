@@ -187,9 +187,8 @@ def encode(
         chat_prompt(checkpoint, tokenizer, "Hi", options.system)  # or each turn would fail
         return []
     positions, size = checkpoint.config.context(), len(prompt.encode("utf-8", "replace"))
-    if size > max(
-        MEGABYTE, tokenizer.most_bytes(positions)
-    ):  # less is counted in tokens, soon enough
+    # A smaller prompt is soon encoded, and its tokens say it better.
+    if size > max(MEGABYTE, tokenizer.most_bytes(positions)):
         raise ValueError(
             f"a prompt of {size:,} bytes does not fit the model's context of {positions:,} positions"
         )
