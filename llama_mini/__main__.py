@@ -99,7 +99,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--compile",
         action="store_true",
-        help="faster tokens, after half a minute the first time; last bits may differ",
+        help="faster tokens, once a step is compiled; the last bits may differ",
     )
     add("--stats", action="store_true", help="sizes, seconds and tokens/s to standard error")
     add("--check", action="store_true", help="look for NaN and infinity in the weights first")
