@@ -19,7 +19,7 @@ DTYPES = {
 }
 # Tables that follow from the config, and that rope.py and model.py make anew.
 RECOMPUTED = re.compile(
-    r"(.*\.)?(rotary_emb\.(.*_)?(inv_freq|cos_cached|sin_cached|cos|sin)|rope\.freqs|freqs_(cis|cos|sin)|"
+    r"(.*\.)?(rotary_emb\.(.*_)?(inv_freq|cos_cached|sin_cached|seq_len_cached|cos|sin)|rope\.freqs|freqs_(cis|cos|sin)|"
     r"causal_mask|masked_bias|position_ids)"
 )
 META_FILES = ("consolidated.00.safetensors", "consolidated.safetensors")  # Meta's, and Mistral's

@@ -218,6 +218,10 @@ def config_values(
     if config.rope.rope_type != "default":
         keys = ("rope_type", *ROPE_KEYS[config.rope.rope_type])
         values["rope_scaling"] = {key: getattr(config.rope, key) for key in keys}
+    if config.rope.rope_type == "linear":  # the reader multiplies by the factor
+        length, factor = config.max_position_embeddings, max(1.0, config.rope.factor)
+        values |= {"max_position_embeddings": max(1, int(length / factor))}
+        values |= {"max_sequence_length": length}
     ends: list[int | None] = list(config.eos_token_id) or [eos_id]
     values |= {"bos_token_id": bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends}
     return values | {"torch_dtype": dtype}

@@ -12,6 +12,11 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+TORCH_NAMES = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+}  # torch.half is torch.float16
 # What `shared` reads.
 SHARED = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -38,7 +43,8 @@ def shared(
     values["max_position_embeddings"] = read_length(given, rope, default)
     values["eos_token_id"] = token_ids("eos_token_id", given.get("eos_token_id"))
     dtype = given.get("dtype", given.get("torch_dtype"))
-    values["dtype"] = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    values["dtype"] = TORCH_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     return values
 
 

@@ -11,6 +11,7 @@ import torch
 
 from llama_mini import Llama, LlamaConfig, RopeConfig
 from llama_mini.checkpoint import parse_config, read_config
+from llama_mini.checkpoint.saving import config_values, same
 from llama_mini.rope import inverse_frequencies
 from tests.support.fixtures import SHAPES, require
 
@@ -322,6 +323,14 @@ def test_length_with_linear_scaling(changes, length):
     assert parse_config(values).max_position_embeddings == length
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.5, 4.0, 3.7])
+@pytest.mark.parametrize("length", [7, 4096])
+def test_length_with_linear_scaling_is_written_as_it_is_read(factor, length):
+    rope = RopeConfig(rope_type="linear", factor=factor)
+    config = LlamaConfig(64, 32, 48, 2, 4, max_position_embeddings=length, rope=rope)
+    assert same(parse_config(config_values(config, "float32", 1, 2)), config)
+
+
 def test_llama3_scaling_without_its_original_length_takes_max_position_embeddings():
     rope = {key: value for key, value in LLAMA3.items() if not key.startswith("original")}
     values = {
@@ -366,6 +375,14 @@ def test_stop_ids_of_the_generation_config(tmp_path):
 @pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16"])
 def test_both_names_of_the_dtype(key, value):
     assert parse_config({**BASE, key: value}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("half", "float16"), ("torch.half", "float16"), ("double", "float64")]
+)
+def test_torchs_other_names_of_a_dtype(name, dtype):
+    assert getattr(torch, name.removeprefix("torch.")) is getattr(torch, dtype)
+    assert parse_config({**BASE, "torch_dtype": name}).dtype == dtype
 
 
 # RoPE
