@@ -680,10 +680,11 @@ def test_width_and_context_from_params_json(tmp_path, changes, width, context):
         ({"rope_scale_factor": 8}, "use_scaled_rope is False, and rope_scale_factor is 8"),
         ({"quantization_args": {"scheme": "int4"}}, "quantization_args is {'scheme': 'int4'}"),
         ({"moe": {"num_experts": 8}}, "moe is {'num_experts': 8}"),
-        ({"head_dim": 128}, "head_dim is 128: not known in params.json"),
+        ({"hidden_dim": "11008"}, "intermediate_size must be a positive integer, not '11008'"),
+        ({"head_dim": 127}, "head_dim 127 is odd"),
         (
-            {"moe": {"num_experts": 8}, "head_dim": 128, "alibi": True},
-            "alibi is True, head_dim is 128, moe is {'num_experts': 8}: not known in params.json",
+            {"moe": {"num_experts": 8}, "yarn": {"beta": 8}, "alibi": True},
+            "alibi is True, moe is {'num_experts': 8}, yarn is {'beta': 8}",
         ),
     ],
 )

@@ -572,6 +572,20 @@ def test_a_file_that_is_cut_short(tmp_path):
     assert "model.safetensors cannot be read as safetensors" in complaint(tmp_path)
 
 
+@pytest.mark.parametrize("shift", range(4))
+def test_data_that_is_not_aligned(tmp_path, shift):
+    """Old files have headers of any length."""
+    weights = tensors()
+    write(tmp_path, weights)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].rstrip()
+    text += b" " * (-len(text) % 4 + shift)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    check(load_model(tmp_path), weights)
+
+
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"]
 )
