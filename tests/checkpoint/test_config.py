@@ -680,7 +680,7 @@ def test_width_and_context_from_params_json(tmp_path, changes, width, context):
         ({"rope_scale_factor": 8}, "use_scaled_rope is False, and rope_scale_factor is 8"),
         ({"quantization_args": {"scheme": "int4"}}, "quantization_args is {'scheme': 'int4'}"),
         ({"moe": {"num_experts": 8}}, "moe is {'num_experts': 8}"),
-        ({"hidden_dim": "11008"}, "intermediate_size must be a positive integer, not '11008'"),
+        ({"hidden_dim": "11008"}, "hidden_dim must be a positive integer"),
         ({"head_dim": 127}, "head_dim 127 is odd"),
         (
             {"moe": {"num_experts": 8}, "yarn": {"beta": 8}, "alibi": True},
