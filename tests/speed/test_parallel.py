@@ -553,3 +553,39 @@ def test_a_killed_rank_ends_the_run(running: subprocess.Popen) -> None:
     assert running.returncode == 1
     cause = stderr.decode().partition("Root Cause")[2]
     assert re.search(r"rank +: 0 .*\n +exitcode +: -9", cause), stderr.decode()
+
+
+@pytest.mark.slow
+def test_the_end_of_the_rank_that_keeps_the_store_is_one_line(endless: Path) -> None:
+    """Started by hand: rank 0 keeps the store, of whose end torch itself would tell in 16 lines."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [
+        sys.executable,
+        str(ROOT / "generate.py"),
+        "--device",
+        "cpu",
+        "--model",
+        str(endless),
+    ]
+    ranks = [
+        subprocess.Popen(
+            [*command, *DRAW, "100000"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | together | {"RANK": rank, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in "01"
+    ]
+    try:
+        assert len(ranks[0].stdout.read(100)) == 100
+        ranks[0].kill()
+        _, stderr = ranks[1].communicate(timeout=LIMIT)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert (ranks[1].returncode, stderr.count(b"\n")) == (1, 1), stderr.decode()
+    assert stderr.startswith(b"error: rank 1: ")
