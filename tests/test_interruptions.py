@@ -283,6 +283,17 @@ def test_full_disk_while_recording_and_drawing(checkpoint, tmp_path, capsys):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_the_code_of_a_command_that_has_ended_outlives_its_reader():
+    code = "from llama_mini.cli import run_command; exit(run_command(lambda: print('x') or 3))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}  # unbuffered, print itself would end it
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=writer, cwd=ROOT, env=environment, check=False)
+    os.close(writer)
+    assert done.returncode == 3
+
+
 def test_full_disk_under_standard_output(tmp_path):
     def command() -> int:
         with full_disk(2000):

@@ -164,7 +164,9 @@ def measure(
                     share = (1 if limit == "linears" else amount) / took / machine[limit]
                     found[name, phase, f"of_{limit}"].append(share)
         for (name, phase), took in seconds.items():
-            theirs = [t for (w, p), t in seconds.items() if p == phase and w.startswith("transf")]
+            theirs = [
+                t for (w, p), t in seconds.items() if p == phase and w.startswith("transformers")
+            ]
             if theirs:
                 found[name, phase, "to_transformers"].append(min(theirs) / took)
     report: dict[str, Any] = {name: {"prefill": {}, "decode": {}} for name in ways} | {"limits": {}}

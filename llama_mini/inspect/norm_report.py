@@ -30,7 +30,7 @@ COLUMNS = {
     "most": "the same at the position where it is largest",
     "delta": "RMS of what the reading sublayer adds, over the RMS of the stream after the addition",
 }
-SINK = 2  # times the median: what no position reaches without being one
+SINK = 3  # times the median at the same place: from there on the report speaks of a sink
 
 
 @dataclass
@@ -164,8 +164,7 @@ class Walk:
     def stream(self, x: Tensor) -> None:
         """The stream is now `x`: what is new in it was added by those that read the norms before."""
         for row, before in self.before_delta:
-            if x is not before:
-                add(row, before, x.cpu().double() - before.cpu().double())
+            add(row, before, x.cpu().double() - before.cpu().double())
         self.before_delta = [(row, before) for row, before in self.before_delta if x is before]
         self.x = x
 

@@ -13,17 +13,21 @@ from llama_mini.bench import norm as bench_norm
 SMALL = partial(bench_norm.bench_norm, shapes=[(4, 16), (3, 32)], seconds=0.005, backend="eager")
 
 
-def test_measure_takes_the_median(monkeypatch):
+@pytest.mark.parametrize(("slow_one_in", "expected"), [(5, (0.25, 0.0)), (2, (None, 0.125))])
+def test_measure_takes_the_median_and_half_the_interquartile_range(
+    monkeypatch, slow_one_in, expected
+):
     """By a clock that goes on in the function alone."""
     now, calls = 0.0, 0
 
     def now_and_then_slow():
         nonlocal now, calls
         calls += 1
-        now += 0.5 if calls % 5 == 0 else 0.25
+        now += 0.5 if calls % slow_one_in == 0 else 0.25
 
     monkeypatch.setattr(bench_norm, "Timer", partial(Timer, timer=lambda: now))
-    assert bench_norm.measure(now_and_then_slow, "cpu", 8) == (0.25, 0)
+    median, spread = bench_norm.measure(now_and_then_slow, "cpu", 8)
+    assert (median if expected[0] else None, spread) == expected
     assert calls >= 20
 
 

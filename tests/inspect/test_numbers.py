@@ -8,9 +8,10 @@ import torch
 
 import llama_mini.inspect
 from llama_mini import Llama, load_model, load_tokenizer, record
-from llama_mini.inspect.norm_report import norm_rows, outcomes
+from llama_mini.inspect.norm_report import norm_rows, outcomes, report
+from llama_mini.inspect.picture import plot
 from tests.support import smollm2
-from tests.support.fixtures import SHIPPED
+from tests.support.fixtures import SHIPPED, require
 
 README = Path(llama_mini.inspect.__file__).with_name("README.md").read_text(encoding="utf-8")
 PROMPT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the"
@@ -97,6 +98,16 @@ def test_our_own_checkpoint():
 
 def test_stories260k(stories260k):
     require_column("stories260K", stories260k)
+
+
+def test_report_and_picture_name_a_sink_where_there_is_one(stories260k, tmp_path):
+    require("matplotlib")
+    for folder, sink in ((SHIPPED, True), (stories260k, False)):
+        model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
+        rows = norm_rows(model, torch.tensor([tokenizer.encode(PROMPT)]))
+        plot(rows, tmp_path / "norms.svg", "a sink?")
+        for text in (report(rows, [], repr), (tmp_path / "norms.svg").read_text()):
+            assert ("an attention sink" in text) == sink
 
 
 @pytest.mark.public

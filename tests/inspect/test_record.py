@@ -93,6 +93,14 @@ def test_patterns_choose(model: Llama, activations: dict[str, Tensor]) -> None:
     assert torch.equal(logits, activations["lm_head"])
 
 
+def test_logits_that_nobody_asked_for_are_those_of_one_position(model: Llama) -> None:
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    for names in (["blocks.*"], ["lm_head"], ["final_norm", "embed"]):
+        record(model, TOKENS, names)
+    assert seen == [1, 7, 7]
+
+
 @pytest.mark.parametrize("pattern", ["blocks.2.ffn", "model.norm", "blocks.?.q", ""])
 def test_a_pattern_that_matches_nothing(model: Llama, pattern: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"no activation is named {pattern!r}")):
