@@ -91,13 +91,13 @@ def require(module: str) -> ModuleType:
         pytest.skip(f"{module} is not installed: pip install -e '.[test]'", allow_module_level=True)
 
 
-@torch.no_grad()
 def require_compiler() -> None:
     """Skip the test where there is no C++ compiler; in CI there must be one."""
     if "CI" not in os.environ and not any(map(shutil.which, ("g++", "c++", "clang++"))):
         pytest.skip("the fast form is compiled, and there is no C++ compiler")
 
 
+@torch.no_grad()
 def strengthen(model: nn.Module, seed: int, embedding_std: float = 0.02) -> None:
     """Draw weights under which a fault shows: of fresh norms, all at 1, two can be swapped unnoticed."""
     generator = torch.Generator().manual_seed(seed)
