@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -121,22 +123,28 @@ def describe(model: Llama, source: Checkpoint) -> tuple[dict[str, Any], list[tup
     The config is that of `source` where it describes this model, else one made of the model's own,
     which Llama, Mistral and Qwen3 have enough keys for.
     """
-    dtype = own_dtype(model)
     if is_there(source.folder / "config.json") and same(model.config, source.config):
         values = {k: v for k, v in source.json("config.json").items() if k != "dtype"}
         require_family(model, source.family, source.folder)
-        return {**values, "torch_dtype": dtype}, list(_as_stored(model, source))
+        values["torch_dtype"] = dtype_name(model, source.family)
+        return values, list(_as_stored(model, source))
+    family = FAMILIES[kind_of(model.config)]
+    require_family(model, family, source.folder)
     tokenizer = load_tokenizer(source)
+    dtype = dtype_name(model, family)
     values = config_values(model.config, dtype, tokenizer.bos_id, tokenizer.eos_id)
-    require_family(model, FAMILIES[values["model_type"]], source.folder)
     if not same(model.config, parse_config(values)):
         raise ValueError(f"a config.json cannot say all of {model.config}")
-    return values, named_tensors(model, FAMILIES[values["model_type"]])
+    return values, named_tensors(model, family)
 
 
-def own_dtype(model: Llama) -> str:
-    """The name of the dtype of all parameters."""
-    dtypes = {p.dtype for p in model.parameters()}
+def dtype_name(model: Llama, family: Family) -> str:
+    """The dtype of all parameters, but for those that the family keeps in float32."""
+    dtypes = {
+        p.dtype
+        for name, p in model.named_parameters()
+        if re.sub(r"\.[0-9]+\.", ".N.", name, count=1) not in family.float32
+    }
     names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no weights to save")
@@ -185,17 +193,21 @@ def _as_stored(model: Llama, source: Checkpoint) -> Iterator[tuple[str, Tensor]]
     if split is None:
         yield from named_tensors(model, source.family)
         return
-    state, dtype = model.state_dict(), next(model.parameters()).dtype
+    state = model.state_dict()
     for name, stored in source.stored.items():
-        whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
-        for part, view in split(name, whole, model.config).items():
-            view.copy_(state[part])  # a view: it stands in the whole now
-        again = split(name, whole, model.config)
-        if not all(torch.equal(view, state[part].cpu()) for part, view in again.items()):
-            raise ValueError(
-                f"{source.folder}: {stored.name} cannot be put together from its parts"
-            )
-        yield stored.name, whole
+        # Where each element goes, told by splitting a tensor of places; some families' splits copy.
+        places = torch.arange(math.prod(stored.shape), dtype=torch.long, device="cpu")
+        parts = split(name, places.view(stored.shape), model.config)
+        found = torch.cat([place.flatten() for place in parts.values()])
+        if not torch.equal(found.sort().values, places):
+            raise ValueError(f"{source.folder}: {stored.name} is more than its parts")
+        values = torch.cat([state[part].flatten().cpu() for part in parts])
+        yield stored.name, torch.empty_like(values).scatter_(0, found, values).view(stored.shape)
+
+
+def kind_of(config: LlamaConfig) -> str:
+    """The family that a plain config belongs to."""
+    return "qwen3" if config.qk_norm else "mistral" if config.sliding_window else "llama"
 
 
 def config_values(
@@ -204,7 +216,7 @@ def config_values(
     """A `config.json` for a Llama, Mistral or Qwen3 of this shape; the ids are those of the tokenizer,
     of which the end of a text counts where the config names none.
     """
-    kind = "qwen3" if config.qk_norm else "mistral" if config.sliding_window else "llama"
+    kind = kind_of(config)
     values: dict[str, Any] = {"architectures": [FAMILIES[kind].architecture], "model_type": kind}
     values |= dataclasses.asdict(config)
     for field in ("rope", "qk_norm", "dtype"):

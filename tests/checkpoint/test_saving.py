@@ -5,14 +5,17 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors import safe_open
 
 from llama_mini import Llama, LlamaConfig, RopeConfig, load_model, load_tokenizer, save_model
 from llama_mini.checkpoint import files, parse_config, saving
 from llama_mini.model import Block
-from tests.support.fixtures import SHIPPED, require, strengthen
+from tests.support.fixtures import SHIPPED, draw_tokens, require, strengthen
+from tests.support.fuzzing import write_folder
 from tests.support.models import CONFIG
+from tests.support.placements import VARIANTS, reference_logits, write
 
 LLAMA3 = RopeConfig(500.0, "llama3", 8.0, 0.5, 2.0, 16)
 CONFIGS = {
@@ -23,6 +26,7 @@ CONFIGS = {
     "qwen3": dataclasses.replace(CONFIG, qk_norm=True, eos_token_id=(2, 7)),
     "qwen3 with a window": dataclasses.replace(CONFIG, qk_norm=True, sliding_window=64),
 }
+FEW = ("gpt2", "gpt_neox", "gemma2", "olmo2", "phi3")  # the others with --slow
 TOKENS = torch.arange(24)[None] % 61
 
 
@@ -258,3 +262,56 @@ def test_a_config_made_here_says_all(checkpoint):
         assert saving.same(parse_config(values), config)
         assert parse_config(values).dtype == "float16"
     assert not saving.same(CONFIG, dataclasses.replace(CONFIG, rms_norm_eps=1e-6))
+
+
+def test_metas_layout_becomes_hugging_faces(tmp_path):
+    (tmp_path / "meta").mkdir()
+    source = write_folder(tmp_path / "meta", "meta")
+    model = load_model(source)
+    save_model(model, tmp_path / "saved", source)
+    with torch.no_grad():
+        logits = model(TOKENS)
+    assert torch.equal(load_model(tmp_path / "saved")(TOKENS), logits)
+    assert torch.equal(their_logits(tmp_path / "saved", torch.float32), logits)
+    text = "Once upon a time"
+    ids = load_tokenizer(source).encode(text)
+    assert load_tokenizer(tmp_path / "saved").encode(text) == ids
+    assert not (tmp_path / "saved" / "params.json").exists()
+
+
+FAMILY_CASES = [
+    pytest.param(name, n, id=f"{name}-{n}", marks=[pytest.mark.slow] * (n > 0 or name not in FEW))
+    for name, variants in VARIANTS.items()
+    for n in range(len(variants))
+]
+
+
+@pytest.mark.parametrize(("name", "variant"), FAMILY_CASES)
+def test_every_family(name, variant, tmp_path):
+    """Fused, transposed, one by one: the file's own layout, and logits that are equal, here and there."""
+    source = tmp_path / "source"
+    write(name, VARIANTS[name][variant], source, seed=variant)
+    letters = {chr(33 + n): n for n in range(90)}
+    small = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    small.decoder = tokenizers.decoders.Fuse()
+    small.save(str(source / "tokenizer.json"))
+    tokens = draw_tokens((2, 24), 0, 90)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(source, dtype=dtype)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.125)  # as if it had been trained
+            logits = model(tokens)
+        target = tmp_path / str(dtype)
+        save_model(model, target, source)
+        again = load_model(target)
+        assert again.config.dtype == str(dtype).removeprefix("torch.")
+        with torch.no_grad():
+            assert torch.equal(again(tokens), logits)
+        assert torch.equal(reference_logits(target, tokens, dtype), logits)
+        assert names_and_shapes(target) == names_and_shapes(source)
+
+
+def names_and_shapes(folder: Path) -> dict[str, list[int]]:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
