@@ -12,6 +12,16 @@ from .tokenizer_base import Tokenizer
 from .tokenizer_file import read_file, read_values
 from .untrusted import is_there
 
+# Tokenizers of Mistral, of Qwen before tokenizer.json, of BERT and T5.
+OTHERS = (
+    "tek*.json",
+    "tokenizer.model.v*",
+    "*.tiktoken",
+    "tiktoken.model",
+    "vocab.txt",
+    "spiece.model",
+)
+
 __all__ = ["Tokenizer", "load_tokenizer"]
 
 
@@ -31,17 +41,11 @@ def load_tokenizer(source: str | Path | Checkpoint) -> Tokenizer:
         return SentencePieceTokenizer(folder / "tokenizer.model", settings)
     if is_there(folder / "vocab.json") and is_there(folder / "merges.txt"):
         return _gpt2(folder, settings)
-    mistrals = sorted(p.name for p in folder.glob("tek*.json")) + sorted(
-        p.name for p in folder.glob("tokenizer.model.v*")
-    )
-    if mistrals:
-        raise FileNotFoundError(
-            f"{folder} holds Mistral's own {mistrals[0]}, which is not read: take tokenizer.json from the "
-            "same repository, or from its -hf sibling"
-        )
+    others = sorted(path.name for pattern in OTHERS for path in folder.glob(pattern))
     raise FileNotFoundError(
-        f"{folder} holds no tokenizer: neither tokenizer.json nor tokenizer.model (transformers' "
-        "AutoTokenizer and save_pretrained make a tokenizer.json of what it reads)"
+        f"{folder} holds no tokenizer: neither tokenizer.json nor tokenizer.model"
+        f"{'; ' + others[0] + ' is not read' if others else ''}: take tokenizer.json from the same Hugging "
+        "Face repository or its -hf sibling, or let transformers' AutoTokenizer and save_pretrained make it"
     )
 
 

@@ -269,6 +269,21 @@ def test_the_spaces_of_a_message_are_no_part_of_a_control_token(tmp_path: Path) 
         *tokenizer.encode("a"),
         256,
     ]
+    prompt = f"{END}a {END}  b"
+    ids = tokenizer.encode(prompt, special=True, literal=[(len(END), len(prompt))])
+    assert (ids[0], ids.count(256)) == (256, 1)
+    assert tokenizer.decode(ids) == f"a {END}  b"  # with its spaces
+
+
+def test_a_named_token_is_read_as_any_text(tmp_path: Path) -> None:
+    """In the pieces that the text has without it, though the file does not call it special."""
+    plain = load_tokenizer(write_byte_level(tmp_path, [], None)).encode("a little girl")
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_tokens(["little"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("a little girl") != plain
+    write_json(tmp_path / "tokenizer_config.json", eos_token="little")
+    assert load_tokenizer(tmp_path).encode("a little girl") == plain
 
 
 def test_an_unknown_that_ends_a_text(tmp_path: Path) -> None:

@@ -252,6 +252,9 @@ def test_no_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     with pytest.raises(FileNotFoundError, match="no folder"):
         load_tokenizer(tmp_path / "typo")
+    (tmp_path / "spiece.model").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"spiece\.model is not read.*tokenizer\.json"):
+        load_tokenizer(tmp_path)
 
 
 def test_unknown_decoder_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
