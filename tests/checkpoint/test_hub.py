@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llama_mini.checkpoint.hub import SMALL_FILES, find
+from llama_mini.checkpoint.hub import SMALL_FILES, fetch_weights, find
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -369,3 +369,24 @@ def test_a_folder_beside_it_does_not_hide_a_hub_model(online: dict, home: Path) 
     results, _ = run([("owner/single", True), ("owner/absent", False)], home, cwd=home, **settings)
     assert results[0] == online["owner/single", True][-1]
     assert "there is no folder 'owner/absent'" in results[1]["message"]
+
+
+@pytest.mark.parametrize("there", ["model.safetensors", INDEX, "consolidated.safetensors"])
+def test_weights_are_of_the_commit_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    """Of a model that changes between two fetches, the parts belong together."""
+    folder, asked = tmp_path / COMMIT, []
+    folder.mkdir()
+    (folder / "params.json").touch()
+
+    def fetch(hub_id: str, files: list[str], commit: str | None = None) -> Path:
+        asked.append(commit)
+        if there in files:
+            (folder / there).write_bytes(index(*SHARDS))
+        return folder
+
+    monkeypatch.setattr("llama_mini.checkpoint.hub._fetch", fetch)
+    fetch_weights("owner/name", folder)
+    assert asked
+    assert set(asked) == {COMMIT}
