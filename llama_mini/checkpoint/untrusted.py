@@ -74,7 +74,10 @@ def read_json(path: Path) -> dict[str, Any]:
         most = TOKENS_BYTES if "token" in path.name else JSON_BYTES
         if path.stat().st_size > most:
             raise ValueError(f"it is longer than {most} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unambiguous)
+        data = path.read_bytes()
+        if pointer := lfs_pointer(data):
+            raise ValueError(pointer)
+        values = json.loads(data.decode("utf-8"), object_pairs_hook=unambiguous)
     except (ValueError, RecursionError, OSError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {said(error)}") from None
     if not isinstance(values, dict):

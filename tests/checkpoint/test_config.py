@@ -157,6 +157,12 @@ def test_a_file_that_is_no_json_object(tmp_path, name, text):
     assert "\n" not in str(error.value)
 
 
+def test_a_file_that_git_lfs_has_not_fetched(tmp_path):
+    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    with pytest.raises(ValueError, match=r"config\.json.*Git LFS pointer"):
+        read_config(tmp_path)
+
+
 def test_a_file_that_is_not_utf8(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
