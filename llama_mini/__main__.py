@@ -279,10 +279,13 @@ def report(
     if not options.stats:
         return
     times, weight = answer.times, model.embed.weight
+    # A rank holds a part of a Llama; families have parameters that its config does not count.
+    own = sum(parameter.numel() for parameter in model.parameters())
+    parameters = own if ranks == 1 else config.parameter_count()
     prefill = times[1] - times[0] if new else 0.0
     decode = times[-1] - times[1] if new else 0.0
     rows = [
-        ("parameters", f"{config.parameter_count():,}"),
+        ("parameters", f"{parameters:,}"),
         ("device", f"{weight.device}, {str(weight.dtype).removeprefix('torch.')}"),
         ("load", f"{seconds:.2f} s"),
         ("prefill", f"{computed} tokens, {computed / prefill if prefill else 0:.1f} tokens/s"),

@@ -7,6 +7,7 @@ Both ways the scores depend on directions only; behind, the weight of the norm s
 turned, and so does not turn with them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from einops import rearrange
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import model
 from ..cache import BlockCache
+from ..config import require_positive
 from .family import Family
 from .files import llama_names
 from .keys import SHARED, read
@@ -49,7 +51,19 @@ READ = SHARED | {"attention_bias"}
 
 
 def _config(given: dict[str, Any]) -> FamilyConfig:
-    return read(FamilyConfig, given, READ, rms_norm_eps=1e-5, qk_norm=True)
+    ropes = [given.get(key) for key in ("rope_parameters", "rope_scaling")]
+    alphas = [rope["alpha"] for rope in ropes if isinstance(rope, dict) and rope.get("alpha")]
+    if not alphas:
+        return read(FamilyConfig, given, READ, rms_norm_eps=1e-5, qk_norm=True)
+    # `dynamic` with an alpha: theta grows by it once, however long the text is.
+    require_positive("alpha", alphas[0], int, float)
+    theta = next((rope["rope_theta"] for rope in ropes if rope and "rope_theta" in rope), 10000.0)
+    plain = {key: value for key, value in given.items() if not key.startswith("rope_")}
+    plain["rope_theta"] = given.get("rope_theta", theta)
+    config = read(FamilyConfig, plain, READ, rms_norm_eps=1e-5, qk_norm=True)
+    d, rope = config.head_dim, config.rope
+    grown = rope.rope_theta * alphas[0] ** (d / (d - 2))
+    return replace(config, rope=replace(rope, rope_theta=grown))
 
 
 FAMILY = Family(

@@ -100,15 +100,17 @@ def unread_rope(given: dict[str, Any], keys: frozenset[str]) -> dict[str, Any]:
         return {name: value for part in parts for name, value in unread_rope(part, keys).items()}
     return {
         f"{key}.{name}": value
-        for key, part in _ropes(given)
+        for key, part in _ropes(given, strict=False)
         for name, value in part.items()
-        if name not in ("rope_theta", "rope_type", *ROPE_KEYS[part["rope_type"]])
+        if name not in ("rope_theta", "rope_type", *ROPE_KEYS.get(part["rope_type"], part))
         and (name, name in keys) != ("partial_rotary_factor", True)
     }
 
 
-def _ropes(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The RoPE of a config under each name that it goes by, checked, with its `rope_type`."""
+def _ropes(given: dict[str, Any], strict: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The RoPE of a config under each name that it goes by, checked, with its `rope_type`; `strict`
+    refuses one that only a family's own code knows.
+    """
     for key in ("rope_parameters", "rope_scaling"):
         values = given.get(key, {})
         if not isinstance(values, dict):
@@ -120,7 +122,7 @@ def _ropes(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         if len(names) > 1:
             raise ValueError(f"{key} names two types: {shown(', '.join(sorted(names)))}")
         rope_type = names.pop() if names else "default"
-        if rope_type not in ROPE_KEYS:
+        if strict and rope_type not in ROPE_KEYS:
             raise ValueError(
                 f"{key} asks for {short(rope_type)} RoPE scaling, which is not supported; supported: "
                 f"{', '.join(ROPE_KEYS)}"

@@ -63,6 +63,11 @@ def fast_model(model: Llama) -> Llama:
 
         return fast_on_cpu(model)
     if device.type == "cuda":
+        if type(model) is not Llama:
+            raise ValueError(
+                f"on a GPU the fast form is made of Llama alone, and this is {type(model).__name__}: do "
+                "without it"
+            )
         from .fast import fast_model  # with torch's compiler, which takes seconds to import
 
         fast = fast_model(model)
