@@ -121,7 +121,7 @@ def describe(model: Llama, source: Checkpoint) -> tuple[dict[str, Any], list[tup
     """The `config.json` of a model, and its tensors by the names in files.
 
     The config is that of `source` where it describes this model, else one made of the model's own,
-    which Llama, Mistral and Qwen3 have enough keys for.
+    which is possible for Llama and Qwen3.
     """
     if is_there(source.folder / "config.json") and same(model.config, source.config):
         values = {k: v for k, v in source.json("config.json").items() if k != "dtype"}
@@ -207,25 +207,22 @@ def _as_stored(model: Llama, source: Checkpoint) -> Iterator[tuple[str, Tensor]]
 
 def kind_of(config: LlamaConfig) -> str:
     """The family that a plain config belongs to."""
-    return "qwen3" if config.qk_norm else "mistral" if config.sliding_window else "llama"
+    return "qwen3" if config.qk_norm else "llama"
 
 
 def config_values(
     config: LlamaConfig, dtype: str, bos_id: int | None, eos_id: int | None
 ) -> dict[str, Any]:
-    """A `config.json` for a Llama, Mistral or Qwen3 of this shape; the ids are those of the tokenizer,
-    of which the end of a text counts where the config names none.
+    """A `config.json` for a Llama or Qwen3 of this shape, without a window; the ids are those of the
+    tokenizer, of which the end of a text counts where the config names none.
     """
     kind = kind_of(config)
     values: dict[str, Any] = {"architectures": [FAMILIES[kind].architecture], "model_type": kind}
     values |= dataclasses.asdict(config)
-    for field in ("rope", "qk_norm", "dtype"):
+    for field in ("rope", "qk_norm", "dtype", "sliding_window"):
         del values[field]
     if kind == "llama":
-        del values["sliding_window"]  # not a key of that family
         values["mlp_bias"] = False
-    if kind == "qwen3" and config.sliding_window:
-        values |= {"use_sliding_window": True, "max_window_layers": 0}
     values |= {"hidden_act": "silu", "attention_bias": False, "rope_theta": config.rope.rope_theta}
     if config.rope.rope_type != "default":
         keys = ("rope_type", *ROPE_KEYS[config.rope.rope_type])
