@@ -372,21 +372,22 @@ def test_a_shape_has_no_end_of_context(small, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "values"),
     [
-        (["--shape", "gpt-2"], "--shape gpt-2: it must be one of stories, smollm2-135m, "),
-        (["--shape", "stories", "--batch", "0"], "--batch 0: it must be 1 or more"),
-        (["--shape", "stories", "--prompt-tokens", "0"], "--prompt-tokens 0: it must be 1 or more"),
-        (["--shape", "stories", "--new-tokens", "1"], "--new-tokens 1: it must be 2 or more"),
-        (["--shape", "stories", "--runs", "0"], "--runs 0: it must be 1 or more"),
-        (["--model", "no/such/folder"], "there is no folder 'no/such/folder'"),
+        (["--shape", "gpt-2"], ["--shape gpt-2", *SHAPES]),
+        (["--shape", "stories", "--batch", "0"], ["--batch 0", "1"]),
+        (["--shape", "stories", "--prompt-tokens", "0"], ["--prompt-tokens 0", "1"]),
+        (["--shape", "stories", "--new-tokens", "1"], ["--new-tokens 1", "2"]),
+        (["--shape", "stories", "--runs", "0"], ["--runs 0", "1"]),
+        (["--model", "no/such/folder"], ["'no/such/folder'"]),
     ],
 )
-def test_errors_in_one_line(more, message, capsys):
+def test_errors_in_one_line(more, values, capsys):
     assert bench.main(arguments(*more)) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"error: {message}")
+    assert err.startswith("error: ")
+    assert all(value in err for value in values)
     assert err.count("\n") == 1
 
 
@@ -428,13 +429,13 @@ def test_without_transformers(monkeypatch, checkpoint, capsys):
     more = ("--model", str(checkpoint), "--against", "transformers")
     assert bench.main(arguments(*more)) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: --against transformers: it cannot be imported")
+    assert err.startswith("error: --against transformers: ")
     assert "pip install transformers" in err
     assert err.count("\n") == 1
 
 
 def test_transformers_reads_no_meta_folder(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         ways.load_transformers(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32)
 
 
