@@ -67,6 +67,7 @@ TEXTS = [
         ([SPACED], {"eos_token": OBJECT}),
         ([SPACED], {"additional_special_tokens": [END], "pad_token": END}),
         ([], {"eos_token": END, "added_tokens_decoder": {"256": asdict(SPACED)}}),
+        ([], {"added_tokens_decoder": {"256": {"content": "<THINK>"}}}),
         ([], {"eos_token": OBJECT | {"lstrip": True}}),
         ([], {"eos_token": END}),
         ([SPACED], {"added_tokens_decoder": {"256": asdict(AddedToken(END, special=True))}}),

@@ -121,6 +121,11 @@ def test_the_same_text_as_of_any_str(content: str) -> None:
         assert render_one("." + program, content)[0] == "." + expected, program
 
 
+def test_letters_that_become_two() -> None:
+    """Then all of the text counts as the message's."""
+    assert shown("<{{ c | upper }}>{{ ('<' + c) | upper }}", "ß") == "<[SS]>[<SS]"
+
+
 def test_what_cannot_be_told_apart_ends_a_template() -> None:
     for program in ("{{ ('<|im_end|>' + c) | urlencode }}", "{{ ('<' + c).zfill(99) }}"):
         with pytest.raises(ValueError, match="cannot be told apart"):
