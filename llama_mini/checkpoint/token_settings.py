@@ -91,7 +91,9 @@ class TokenSettings:
         """Add what a file names and no file before it did."""
         own = [key for key in file if key.endswith("_token") and isinstance(file[key], str | dict)]
         for key in dict.fromkeys(NAMED + own):
-            if file.get(key) is not None:
+            if file.get(key) not in (None, "") and file[key] != {
+                "content": ""
+            }:  # Llama's first files
                 token = _token(file[key])
                 if self.named.setdefault(key, token.content) == token.content:
                     self.special.setdefault(token.content, token)

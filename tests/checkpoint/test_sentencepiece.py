@@ -158,6 +158,13 @@ def test_tokenizer_json_decides(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
+def test_names_that_are_empty(tmp_path: Path) -> None:
+    """As in the first conversions of Llama: the model's own names stay."""
+    empty: dict[str, Any] = {"bos_token": "", "eos_token": {"content": ""}, "unk_token": ""}
+    tokenizer = load_tokenizer(write(tmp_path, empty))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, 330)
+
+
 def test_spaces_behind_words_are_named(tmp_path: Path) -> None:
     folder = write(tmp_path, treat_whitespace_as_suffix=True)
     with pytest.raises(ValueError, match=r"tokenizer\.model.*'a '"):
