@@ -529,7 +529,7 @@ def test_compiling_says_what_it_does_and_how_long_it_took(checkpoint, capsys, mo
     def broken(*_):
         raise FileExistsError(17, "File exists", "/some/cache")
 
-    monkeypatch.setattr(Fast, "prepare", broken)
+    monkeypatch.setattr(cli, "fast_model", broken)
     code, out, err = run(capsys, *arguments, "--compile")
     assert (code, out) == (1, "")
     for word in ("/some/cache", "TORCHINDUCTOR_CACHE_DIR"):

@@ -45,18 +45,18 @@ class Held:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.counts = self.now()
+        self.module, self.counts = module, self.now()
         self.free = not hooked_anywhere(module)
+        self.modules = list(module.modules())
         self.weights = [*module.parameters(), *module.buffers()]
         self.addresses = addresses(self.weights)
         # To take one out of a list registers nothing.
         self.lists = [
-            (vars(each), each._modules)
-            for each in module.modules()
-            if isinstance(each, nn.ModuleList)
+            (vars(each), each._modules) for each in self.modules if isinstance(each, nn.ModuleList)
         ]
-        # A layer's numbers, but for those that only describe its weight.
-        layers = [m for m in module.modules() if not isinstance(m, (nn.Linear, nn.Embedding))]
+        # The numbers of the layers below, but for those that only describe a weight.
+        described = (nn.Linear, nn.Embedding)
+        layers = [m for m in self.modules if m is not module and not isinstance(m, described)]
         self.settings = [
             (vars(layer), name, value)
             for layer in layers
@@ -69,10 +69,26 @@ class Held:
     def now() -> tuple[int, int]:
         return Registered.count, RemovableHandle.next_id
 
+    def registered(self) -> bool:
+        """Whether anything was registered in this very module since."""
+        now = self.now()
+        if self.counts == now:
+            return False
+        self.counts = now
+        modules, module = list(self.module.modules()), self.module
+        weights = [*module.parameters(), *module.buffers()]
+        same = list(map(id, modules)) == list(map(id, self.modules))
+        return (
+            not same
+            or list(map(id, weights)) != list(map(id, self.weights))
+            or hooked_anywhere(module)
+        )
+
     def __bool__(self) -> bool:
+        if self.registered():
+            self.free = False
         return (
             self.free
-            and self.counts == self.now()
             and self.addresses == addresses(self.weights)
             and all(map(Tensor.is_contiguous, self.weights))
             and all(each["_modules"] is layers for each, layers in self.lists)

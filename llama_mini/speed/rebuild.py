@@ -63,14 +63,7 @@ def fast_model(model: Llama) -> Llama:
 
         return fast_on_cpu(model)
     if device.type == "cuda":
-        if type(model) is not Llama:
-            raise ValueError(
-                f"on a GPU the fast form is made of Llama alone, and this is {type(model).__name__}: do "
-                "without it"
-            )
-        from .fast import fast_model  # with torch's compiler, which takes seconds to import
+        from .graphs import fast_on_cuda  # with torch's compiler, which takes seconds to import
 
-        fast = fast_model(model)
-        fast.prepare(1)  # here, so that the tokens come evenly
-        return fast
+        return fast_on_cuda(model)
     raise ValueError(f"the fast form runs on cpu and cuda, and the model is on {device}")
