@@ -91,10 +91,10 @@ class TokenSettings:
         """Add what a file names and no file before it did."""
         own = [key for key in file if key.endswith("_token") and isinstance(file[key], str | dict)]
         for key in dict.fromkeys(NAMED + own):
-            if file.get(key) not in (None, "") and file[key] != {
-                "content": ""
-            }:  # Llama's first files
-                token = _token(file[key])
+            value = file.get(key)
+            text = value.get("content", value) if isinstance(value, dict) else value
+            if text not in (None, ""):  # Llama's first conversions have empty names
+                token = _token(value)
                 if self.named.setdefault(key, token.content) == token.content:
                     self.special.setdefault(token.content, token)
         for key in ("additional_special_tokens", "extra_special_tokens"):

@@ -160,7 +160,11 @@ def test_tokenizer_json_decides(tmp_path: Path) -> None:
 
 def test_names_that_are_empty(tmp_path: Path) -> None:
     """As in the first conversions of Llama: the model's own names stay."""
-    empty: dict[str, Any] = {"bos_token": "", "eos_token": {"content": ""}, "unk_token": ""}
+    empty: dict[str, Any] = {
+        "bos_token": "",
+        "eos_token": {"content": "", "lstrip": False},
+        "unk_token": "",
+    }
     tokenizer = load_tokenizer(write(tmp_path, empty))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, 330)
 
