@@ -250,13 +250,16 @@ class MappedFile:
                     self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise unreadable(path, error) from None
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, stored: Stored) -> Tensor:
-        """A view of the mapping."""
-        dtype = DTYPES[stored.dtype]
-        data = self._bytes[stored.entry.begin : stored.entry.end]
-        if stored.entry.begin % dtype.itemsize:  # old files are not aligned
+        """A view of the mapping, with a storage of its own: what saves or pickles one tensor takes that
+        tensor's bytes, not the file's.
+        """
+        dtype, entry = DTYPES[stored.dtype], stored.entry
+        data = torch.frombuffer(
+            self._map, dtype=torch.uint8, count=entry.end - entry.begin, offset=entry.begin
+        )
+        if entry.begin % dtype.itemsize:  # old files are not aligned
             data = data.clone()
         return data.view(dtype).view(stored.shape)
 
