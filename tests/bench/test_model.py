@@ -419,6 +419,7 @@ def test_lengths_shrink_to_the_context(context, window, given, expected):
     assert bench_model.lengths(config, *given) == expected
 
 
+@pytest.mark.slow
 def test_the_shipped_model_is_measured_as_the_readme_says(small, capsys):
     assert bench.main(["--model", str(SHIPPED), "--device", "cpu", "--runs", "1"]) == 0
     assert "448 prompt tokens, 64 new, 1 runs" in capsys.readouterr().out

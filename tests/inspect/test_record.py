@@ -407,15 +407,13 @@ def test_names_that_one_file_lacks_are_no_agreement(
     assert run(monkeypatch, "compare", files[0], few, *chosen, "--names", "final_norm") == 1
 
 
-@pytest.mark.parametrize("differ", [True, False])
-def test_the_exit_code_does_not_hang_on_the_reader(files: tuple[Path, Path], differ: bool) -> None:
-    arguments = ["compare", *map(str, files if differ else (files[0], files[0]))]
+def test_the_exit_code_does_not_hang_on_the_reader(files: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-m", "llama_mini.inspect", "compare", *map(str, files)]
     reader, writer = os.pipe()
     os.close(reader)  # nobody reads a line
-    command = [sys.executable, "-m", "llama_mini.inspect", *arguments]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (int(differ), "")
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(
@@ -577,13 +575,6 @@ def test_old_commands_say_where_they_are(module: str, now: str) -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith(f"error: llama_mini.{module} ")
     assert f"python -m llama_mini.inspect {now}" in done.stderr
-
-
-def test_as_a_program(files: tuple[Path, Path]) -> None:
-    command = [sys.executable, "-m", "llama_mini.inspect", "compare", *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "first to differ: blocks.1.attention" in done.stdout
 
 
 def test_a_trace_is_read_as_carefully_as_a_checkpoint(tmp_path, capsys) -> None:
