@@ -20,15 +20,11 @@ def llama_names(changes: dict[str, str | None], **outside: str) -> dict[str, str
     return {ours: theirs for ours, theirs in table.items() if theirs}
 
 
-def chunks(
-    name: str, tensor: Tensor, fused: str, parts: Sequence[str], sizes: Sequence[int] = ()
-) -> dict[str, Tensor]:
-    """The parts of a matrix or bias whose rows are those of several layers, or the tensor where it is none.
-
-    `sizes` are the rows of each part; by default all have as many.
+def chunks(name: str, tensor: Tensor, fused: str, parts: Sequence[str]) -> dict[str, Tensor]:
+    """The parts of a matrix or bias whose rows are those of several layers, as many of each, or the tensor
+    where it is none.
     """
-    if f".{fused}." not in name:
+    if f".{fused}." not in name or tensor.shape[0] % len(parts):
         return {name: tensor}
-    rows = list(sizes) or [tensor.shape[0] // len(parts)] * len(parts)
-    split = tensor.split(rows) if sum(rows) == tensor.shape[0] else [tensor] * len(parts)
-    return {name.replace(fused, part): rows for part, rows in zip(parts, split, strict=True)}
+    rows = tensor.chunk(len(parts))
+    return {name.replace(fused, part): own for part, own in zip(parts, rows, strict=True)}

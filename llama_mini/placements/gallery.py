@@ -4,7 +4,7 @@ down what is done to it.
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -84,11 +84,11 @@ class Symbol:
     def __getitem__(self, index: object) -> "Symbol":
         return self
 
-    def split(self, sizes: object, dim: int = 0) -> list["Symbol"]:
-        return [Symbol(f"{self}[{n}]") for n in range(2)]
+    def split(self, sizes: Sequence[int], dim: int = 0) -> list["Symbol"]:
+        return [Symbol(f"{self}[{n}]") for n in range(len(sizes))]
 
     def chunk(self, count: int, dim: int = 0) -> list["Symbol"]:
-        return self.split(count)
+        return self.split([1] * count)
 
     def itself(self, *how: object, **more: object) -> "Symbol":
         return self

@@ -207,6 +207,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {**BASE},
         {**BASE, **MHA, "sliding_window": 8, "tie_word_embeddings": True},
         {**BASE, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.75}},
+        {**BASE, **MQA, "head_dim": 8, "num_attention_heads": 8, "intermediate_size": 100},
     ],
     "olmo3": [
         {**BASE, "sliding_window": 8, "num_hidden_layers": 5},
