@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from llama_mini import LlamaConfig, load_model
-from llama_mini.checkpoint import parse_config, read_config
+from llama_mini.checkpoint import open_checkpoint, parse_config, read_config
 from llama_mini.checkpoint.configs import read_keys
 from llama_mini.checkpoint.hub import SMALL_FILES
 from llama_mini.checkpoint.refusals import ALWAYS, DECLARED, ONLY, OTHER_FAMILIES
@@ -460,6 +460,9 @@ def test_what_is_refused_is_not_fetched(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"model_type is 'stablelm'"):
         load_model("owner/name")
     assert asked == SMALL_FILES
+    with pytest.raises(ValueError, match=r"model_type is 'stablelm'"):
+        _ = open_checkpoint("owner/name").stored
+    assert asked == SMALL_FILES * 2
 
 
 def test_the_command_says_it_in_one_line(tmp_path, capsys):
