@@ -89,6 +89,7 @@ class TokenSettings:
 
     def _read_named(self, file: dict[str, Any]) -> None:
         """Add what a file names and no file before it did."""
+        found: dict[str, AddedToken] = {}
         own = [key for key in file if key.endswith("_token") and isinstance(file[key], str | dict)]
         for key in dict.fromkeys(NAMED + own):
             value = file.get(key)
@@ -96,11 +97,13 @@ class TokenSettings:
             if text not in (None, ""):  # Llama's first conversions have empty names
                 token = _token(value)
                 if self.named.setdefault(key, token.content) == token.content:
-                    self.special.setdefault(token.content, token)
+                    found[token.content] = token  # of two with the same text the later one's flags
         for key in ("additional_special_tokens", "extra_special_tokens"):
             extra = file.get(key) or []
-            for token in map(_token, extra.values() if isinstance(extra, dict) else extra):
-                self.special.setdefault(token.content, token)
+            extra = extra.values() if isinstance(extra, dict) else extra
+            found |= {token.content: token for token in map(_token, extra)}
+        for text, token in found.items():
+            self.special.setdefault(text, token)
 
 
 def _flag(values: dict[str, Any], name: str) -> bool | None:

@@ -71,6 +71,7 @@ TEXTS = [
         ([], {"eos_token": OBJECT | {"lstrip": True}}),
         ([], {"eos_token": END}),
         ([SPACED], {"added_tokens_decoder": {"256": asdict(AddedToken(END, special=True))}}),
+        ([], {"eos_token": OBJECT | {"lstrip": True}, "pad_token": END}),
         ([AddedToken(END, rstrip=True)], {"eos_token": END}),
         ([AddedToken(END, single_word=True, special=True)], {"eos_token": END}),
         ([AddedToken(THINK), SPACED], {"eos_token": END, "bos_token": "<s>"}),
