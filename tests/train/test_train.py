@@ -8,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llama_mini import load_model, load_tokenizer
+from llama_mini import Llama, load_model, load_tokenizer
 from llama_mini.train import loop
 from llama_mini.train.__main__ import main
-from llama_mini.train.corpus import BOS, EOS, read_documents
+from llama_mini.train.corpus import BOS, EOS, Window, read_documents
 from llama_mini.train.evaluation import evaluate_folder
 from llama_mini.train.loop import train
 from llama_mini.train.muon import orthogonalise
 from llama_mini.train.recipe import PRECISIONS, Recipe
 from llama_mini.train.state import STATE
+from llama_mini.train.step import initialise, make_optimizers, train_step
 from tests.support.fixtures import require
 from tests.support.training import OPTIONS, TINY, quiet, stop_at
 
@@ -160,6 +161,30 @@ def test_held_out_documents_teach_nothing(text, tmp_path):
     one, two = (tmp_path / name for name in ("one", "two"))
     for file in ("tokenizer.model", "model.safetensors"):
         assert (one / file).read_bytes() == (two / file).read_bytes()
+
+
+def test_the_products_and_nothing_else_are_in_the_precision(monkeypatch):
+    """What Newton-Schulz and the linear layers multiply, and what the loss is summed in."""
+    seen = {}
+    matmul = torch.Tensor.__matmul__
+
+    def spy(a, b):
+        seen.setdefault("muon", set()).update((a.dtype, b.dtype))
+        return matmul(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", spy)
+    for precision in PRECISIONS:
+        seen.clear()
+        recipe = Recipe(**{**vars(TINY), "precision": precision})
+        model = Llama(recipe.config())
+        initialise(model, 0)
+        layer = model.blocks[0].ffn.up_proj
+        layer.register_forward_hook(lambda module, args, out: seen.update(layer=out.dtype))
+        batch = [Window([1, 5, 6, 7, 2], 1)]
+        train_step(model, make_optimizers(model, recipe), batch, 1e-3, precision)
+        products = getattr(torch, precision)
+        assert seen == {"muon": {products}, "layer": products}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
