@@ -62,7 +62,7 @@ def _config(given: dict[str, Any]) -> LearnedConfig:
         {**given, "intermediate_size": gpt2.four_times_hidden_size(given)},
         max_position_embeddings=512,
         rms_norm_eps=1e-5,
-        hidden_act=ACTS.get(act, act),
+        hidden_act=ACTS.get(str(act), act),
         tie_word_embeddings=True,
         attention_bias=True,
     )

@@ -190,8 +190,9 @@ class FamilyConfig(LlamaConfig):
         super().__post_init__()
         base = {field.name for field in dataclasses.fields(LlamaConfig)}
         for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), str(field.type).removesuffix(" | None")
-            if field.name in base or (value is None and kind != field.type):
+            text = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+            value, kind = getattr(self, field.name), text.removesuffix(" | None")
+            if field.name in base or (value is None and kind != text):
                 continue
             if kind == "bool" and not isinstance(value, bool):
                 raise ValueError(f"{field.name} must be true or false, not {short(value)}")
@@ -199,7 +200,7 @@ class FamilyConfig(LlamaConfig):
                 require_positive(field.name, value, *((int, float) if kind == "float" else (int,)))
         if self.partial_rotary_factor > 1:
             raise ValueError(f"partial_rotary_factor is {self.partial_rotary_factor}: above 1")
-        if self.hidden_act not in ACTIVATIONS:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
             raise ValueError(
                 f"hidden_act is {short(self.hidden_act)}: it must be one of {', '.join(ACTIVATIONS)}"
             )

@@ -36,8 +36,8 @@ KINDS = (
 def _config(given: dict[str, Any]) -> WindowConfig:
     every = given.get("no_rope_layer_interval", 4)
     windowed = given.get("use_sliding_window", False) and given.get("sliding_window") is not None
-    for key in ("no_rope_layer_interval", "num_hidden_layers"):
-        require_positive(key, given.get(key, every), int)
+    require_positive("no_rope_layer_interval", every, int)
+    require_positive("num_hidden_layers", given.get("num_hidden_layers"), int)
     blocks = min(given["num_hidden_layers"], MOST)
     turns = given.get("no_rope_layers", [int((n + 1) % every != 0) for n in range(blocks)])
     if not isinstance(turns, list) or len(turns) != blocks or set(turns) - {0, 1}:
