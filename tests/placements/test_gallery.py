@@ -82,7 +82,7 @@ def test_the_picture_is_the_one_that_is_shipped(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "places.svg"
     assert __main__.main(["--plot", str(path)]) == 0
-    shipped = ROOM.parents[1] / "weights" / "pictures" / "placements.svg"
+    shipped = ROOM.parents[1] / "weights" / "pictures" / "norm-places.svg"
     texts = [
         re.findall(r"<!-- (.+?) -->", file.read_text(encoding="utf-8")) for file in (path, shipped)
     ]
