@@ -112,17 +112,23 @@ def _by_letter(name: str) -> Callable[[Said], str]:
         text = getattr(str, name)(self)  # of each letter it makes one or more
         return Said(text, self._mask if len(text) == len(self) else None)
 
-    method.__name__ = name
-    return method
+    return functools.wraps(getattr(str, name))(method)
 
 
 for _name in ("lower", "upper", "casefold", "swapcase", "title", "capitalize"):
     setattr(Said, _name, _by_letter(_name))
 
 
+def written(value: Any) -> str:
+    """A value as text; of what may hold messages all is theirs."""
+    if isinstance(value, str):
+        return value
+    return str(value) if value is None or isinstance(value, int | float) else Said(str(value))
+
+
 def glue(parts: Iterable[Any]) -> str:
     """The parts as one text, as `"".join`."""
-    texts = [part if isinstance(part, str) else str(part) for part in parts]
+    texts = [*map(written, parts)]
     if not any(isinstance(text, Said) for text in texts):
         return "".join(texts)
     masks = (text._mask if isinstance(text, Said) else bytes(len(text)) for text in texts)
@@ -133,6 +139,14 @@ def join(between: str, parts: Iterable[str]) -> str:
     """The parts as one text, as `between.join`."""
     first, *others = [*parts] or [""]
     return glue([first, *(piece for part in others for piece in (between, part))])
+
+
+def indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """jinja2's filter, of whose result it knows the first line only."""
+    space = width if isinstance(width, str) else " " * width
+    head, *lines = (s + "\n").splitlines()
+    others = (part for line in lines for part in ("\n", space if line or blank else "", line))
+    return glue([space if first else "", head, *others])
 
 
 def said_in(value: Any) -> list[Said]:
@@ -240,18 +254,13 @@ def render(
             if isinstance(__obj, Macro | LoopContext):  # what they write is kept apart by glue
                 return call(__obj, *args, **kwargs)
             owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-            if (
-                isinstance(owner, str)
-                and not isinstance(owner, Said)
-                and said_in([list(args), kwargs])
-            ):
+            plain = isinstance(owner, str) and not isinstance(owner, Said)
+            if plain and said_in([list(args), kwargs]):
                 if name == "join" and len(args) == 1:
                     return join(owner, args[0])
                 if name == "replace":
                     return Said(owner, bytes(len(owner))).replace(*args, **kwargs)
-            if isinstance(owner, Said) and name not in vars(
-                Said
-            ):  # the mask of the owner matters too
+            if isinstance(owner, Said) and name not in vars(Said):  # its own mask matters too
                 return keeper.call(
                     lambda owner, *args, **kwargs: call(getattr(owner, name), *args, **kwargs),
                     (owner, *args),
@@ -269,10 +278,6 @@ def render(
             self.generic_visit(node)
             parts = nodes.List(node.nodes, lineno=node.lineno)
             return nodes.Filter(parts, "~", [], [], None, None, lineno=node.lineno)
-
-    def written(value: Any) -> Any:
-        plain = isinstance(value, str | int | float | jinja2.Undefined) or value is None
-        return value if plain else Said(str(value))
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -294,13 +299,11 @@ def render(
     )
     environment.filters["tojson"] = tojson
 
-    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.wraps(function)(
-            lambda *args, **kwargs: keeper.call(function, args, kwargs)
-        )
+    def kept(f: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(f)(lambda *args, **kwargs: keeper.call(f, args, kwargs))
 
     environment.filters = {name: kept(f) for name, f in environment.filters.items()}
-    environment.filters |= {"~": glue, "join": join_filter}
+    environment.filters |= {"~": glue, "join": join_filter, "indent": indent}
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     program = Tilde().visit(environment.parse(template)).set_environment(environment)
@@ -334,11 +337,8 @@ def bound(seconds: int, memory: int) -> None:
     with suppress(ImportError):  # Windows
         import resource
 
-        for limit, most in (
-            (resource.RLIMIT_CPU, seconds),
-            (resource.RLIMIT_AS, memory),
-            (resource.RLIMIT_CORE, 0),
-        ):
+        limits = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_AS: memory, resource.RLIMIT_CORE: 0}
+        for limit, most in limits.items():
             with suppress(ValueError, OSError):  # macOS; a stricter limit is set already
                 resource.setrlimit(limit, (most, most))
 

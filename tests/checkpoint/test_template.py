@@ -10,6 +10,7 @@ import jinja2.ext
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.filters import FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llama_mini.checkpoint import chat
@@ -86,8 +87,13 @@ PROGRAMS = {
     "{{ c | tojson }}{{ '<' ~ c | tojson(ensure_ascii=true) }}": '"[a|B]"<["a|B"]',
     "{{ [c] }}{{ '<' }}": "[['a|B']]<",
     "{{ c | length }}{{ c | wordcount }}{{ c.startswith('a') }}{{ 'a' in c }}": "32TrueTrue",
-    "{{ c | indent(2, true) }}": "  [a|B]",
+    "{{ c | indent(2, true) }}{{ (c + '\n') | indent }}": "  [a|Ba|B]\n",
+    "{{ (c + '\n<\n\n' + c) | indent(2) }}": "[a|B]\n  <\n\n  [a|B]",
+    "{{ (c + '\n' + c) | indent('-', true, blank=true) }}": "-[a|B]\n-[a|B]",
     "{{ [[[[[[[c]]]]]]] | string }}{{ {c: 1} | string }}": "[[[[[[[['a|B']]]]]]]{'a|B': 1}]",
+    "{{ [[c], {1: c}, '<'] | join }}{{ [c] ~ '<' }}{{ '<' ~ none ~ true }}": (
+        "[['a|B']{1: 'a|B'}]<[['a|B']]<<NoneTrue"
+    ),
     "{{ messages[0].values() | string }}": "[dict_values(['user', 'a|B'])]",
     "{% set n = namespace(x=c) %}{{ n | string }}{{ n }}{{ '%s' % n }}": (
         "[<Namespace {'x': 'a|B'}><Namespace {'x': 'a|B'}><Namespace {'x': 'a|B'}>]"
@@ -119,6 +125,29 @@ def test_the_same_text_as_of_any_str(content: str) -> None:
                 render_one(program, content)
             continue
         assert render_one("." + program, content)[0] == "." + expected, program
+
+
+LETTERS = "ЖЮ\nЩЯ: Ы,\n\nЖЩ\n"  # of which no template here has one
+
+
+def test_no_filter_and_no_method_takes_a_message_for_its_own() -> None:
+    """Each filter of jinja2 and each method of str, of a message and with one."""
+    values = ("('<\n' ~ c)", "[[c], 'x' ~ c]", "'<x>\n'")
+    arguments = ("", "c", "'x', c", "3", "3, true")
+    calls = [f" | {name}({given})" for name in FILTERS for given in arguments]
+    methods = [name for name in dir(str) if not name.startswith("_")]
+    calls += [f".{name}({given})" for name in methods for given in arguments]
+    rendered = set()
+    for program in (f"{{{{ {value}{call} }}}}" for call in calls for value in values):
+        try:
+            text, said = render_one(f"{program}{{{{ {program[3:-3]} | list | join }}}}", LETTERS)
+        except Exception:  # as with arguments that do not fit, which no user chooses
+            continue
+        for start, end in said:
+            text = text[:start] + " " * (end - start) + text[end:]
+        assert not set(text) & set(LETTERS + LETTERS.lower()) - set("\n:, "), program
+        rendered.add(program.split("(")[-2])
+    assert len(rendered) > 80
 
 
 def test_letters_that_become_two() -> None:
