@@ -112,6 +112,8 @@ def require_inputs(tokens: Tensor, positions: Tensor | None, mask: Tensor | None
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
         given = tuple(tokens.shape) if isinstance(tokens, Tensor) else repr(tokens)[:60]
         raise ValueError(f"tokens must be a tensor of token ids (b, t), not {given}")
+    if not tokens.shape[1]:
+        raise ValueError(f"tokens {tuple(tokens.shape)} hold no position: give at least one")
     if positions is not None and positions.shape[-1] != tokens.shape[1]:
         raise ValueError(f"{positions.shape[-1]} positions do not fit {tokens.shape[1]} tokens")
     if mask is not None and mask.dtype != torch.bool:

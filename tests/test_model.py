@@ -263,7 +263,9 @@ def test_what_is_no_batch_of_tokens_is_refused(model, tokens):
         model(tokens)
 
 
-def test_positions_of_another_length_and_a_negative_cache_length_are_refused(model, tokens):
+def test_no_positions_too_few_and_a_negative_cache_length_are_refused(model, tokens):
+    with pytest.raises(ValueError, match=r"\(2, 0\)"):
+        model(torch.zeros(2, 0, dtype=torch.int64))
     with pytest.raises(ValueError, match="1 positions do not fit 11 tokens"):
         model(tokens, positions=torch.tensor([0]))
     cache = KVCache(CONFIG, batch=2, capacity=12)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,7 +168,8 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, special: bool) -> tuple[list[int], list[Span]]:
         model = self._finding if special else self._plain
-        with panics(self.path, "does not encode this text", self._expect_panics):
+        way_out = "take another text"  # the file has encoded one
+        with panics(self.path, "does not encode this text", self._expect_panics, way_out):
             encoding = model.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -212,4 +213,4 @@ def _flags(token: "tokenizers.AddedToken") -> AddedToken:
 def _library_token(token: AddedToken) -> "tokenizers.AddedToken":
     import tokenizers
 
-    return tokenizers.AddedToken(**asdict(token))
+    return tokenizers.AddedToken(**vars(token))

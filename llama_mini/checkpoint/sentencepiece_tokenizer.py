@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
@@ -150,7 +149,7 @@ class Finder:
     def __init__(self, ids: dict[str, int], flags: dict[str, AddedToken]) -> None:
         import tokenizers
 
-        tokens = [asdict(flags.get(text, AddedToken(text))) for text in ids]
+        tokens = [vars(flags.get(text, AddedToken(text))) for text in ids]
         self._finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
         self._finder.add_tokens(
             [tokenizers.AddedToken(**token | {"normalized": False}) for token in tokens]

@@ -123,7 +123,9 @@ _stderr = threading.Lock()
 
 
 @contextmanager
-def panics(path: Path, what: str, expected: bool = True) -> Iterator[None]:
+def panics(
+    path: Path, what: str, expected: bool = True, way_out: str = "download it again"
+) -> Iterator[None]:
     """Make a ValueError of whatever the tokenizers library raises: there is no narrower class, and its
     panics are not even an Exception.
 
@@ -134,7 +136,7 @@ def panics(path: Path, what: str, expected: bool = True) -> Iterator[None]:
             yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(f"{path} {what} ({said(error)}): download it again") from None
+            raise ValueError(f"{path} {what} ({said(error)}): {way_out}") from None
         raise
 
 

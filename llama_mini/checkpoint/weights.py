@@ -1,6 +1,7 @@
 """From an opened checkpoint to a model: shapes, dtypes, the tied head, and one exact accounting."""
 
 import dataclasses
+import errno
 import mmap
 import platform
 import re
@@ -249,6 +250,11 @@ class MappedFile:
                 else:
                     self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) == errno.ENOMEM:  # which is no fault of the file
+                raise ValueError(
+                    f"{path} does not fit the address space that this process may have: it has "
+                    f"{path.stat().st_size:,} bytes (ulimit -v sets the bound)"
+                ) from None
             raise unreadable(path, error) from None
 
     def tensor(self, stored: Stored) -> Tensor:

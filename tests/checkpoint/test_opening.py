@@ -1,7 +1,10 @@
 """A checkpoint is opened once; the model has model.py's own classes, and its files stay as they are."""
 
 import copy
+import errno
 import json
+import mmap
+import os
 import pickle
 import subprocess
 import sys
@@ -193,6 +196,16 @@ def mappings(folder: Path, *limit: str) -> list[list[str]]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [line.split() for line in done.stdout.splitlines()[:-1]]
+
+
+def test_no_address_space_is_no_fault_of_the_file(checkpoint, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    size = (checkpoint / "model.safetensors").stat().st_size
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(ValueError, match=rf"model\.safetensors .*{size:,} bytes .*ulimit -v"):
+        load_model(checkpoint)
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="Linux")
