@@ -254,8 +254,8 @@ def render(
             if isinstance(__obj, Macro | LoopContext):  # what they write is kept apart by glue
                 return call(__obj, *args, **kwargs)
             owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-            plain = isinstance(owner, str) and not isinstance(owner, Said)
-            if plain and said_in([list(args), kwargs]):
+            given = [list(args), kwargs]
+            if isinstance(owner, str) and not isinstance(owner, Said) and said_in(given):
                 if name == "join" and len(args) == 1:
                     return join(owner, args[0])
                 if name == "replace":
