@@ -77,6 +77,14 @@ def test_the_numbers_of_the_norms_are_those_of_the_room():
     assert [number for number in numbers if number not in room] == []
 
 
+def test_the_rates_are_those_of_the_room():
+    start = README.index("| decode | `--compile` |")
+    rows = [cells(line) for line in README[start : README.index("\n\n", start)].splitlines()[2:]]
+    room = (ROOT / "llama_mini" / "speed" / "README.md").read_text(encoding="utf-8")
+    for dtype, *rates in rows:
+        assert f"| {dtype}, 512 positions | {' | '.join(rates)} |" in room
+
+
 def test_the_python_of_the_readme_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
