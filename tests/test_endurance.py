@@ -49,11 +49,13 @@ def test_many_generations_in_one_process(checkpoint, request):
     again = range(count - 1, -1, -max(1, count // 100))
 
     def fresh() -> int:
-        print(json.dumps([numbered(load_model(checkpoint), number) for number in again]))
+        model = load_model(checkpoint, dtype=torch.float32)
+        print(json.dumps([numbered(model, number) for number in again]))
         return 0
 
     fork = Fork(fresh)  # now, while nothing has been generated here
-    model, kept = load_model(checkpoint), {}
+    # Not in bfloat16: on a CPU that multiplies in it, torch keeps 0.65 MB for each of up to 1,024 shapes.
+    model, kept = load_model(checkpoint, dtype=torch.float32), {}
     for number in range(count):
         outputs = numbered(model, number)
         if number in again:
@@ -65,7 +67,7 @@ def test_many_generations_in_one_process(checkpoint, request):
         f"{count} generations: {grown / 2**20:+.2f} MiB after the first {count // 4} ({held / 2**20:.0f})"
     )
     assert left == 0
-    assert grown < 2 * 2**20  # observed: 0.21 MiB
+    assert grown < 2 * 2**20  # observed: 0.06 to 0.63 MiB
     code, out, err = fork.finish()
     assert (code, err) == (0, "")
     assert json.loads(out) == [kept[number] for number in again]

@@ -72,7 +72,7 @@ def replay(device: torch.device) -> dict[str, Any]:
     """The fast form's steps around 256 positions, two caches taking turns, beside the plain ones."""
     model = small(device)
     fast, worst = fast_model(model), 0.0
-    tokens = torch.arange(1, 265, device=device)[None]
+    tokens = torch.arange(1, 265, dtype=torch.long, device=device)[None]
     caches = {
         name: [KVCache.for_model(model, 1, 300) for _ in range(2)] for name in ("plain", "fast")
     }

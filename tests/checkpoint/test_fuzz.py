@@ -479,7 +479,9 @@ def test_a_terminal_that_lacks_a_character(folder: Path) -> None:
     done = subprocess.run(
         command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False
     )
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.returncode == 0
+    assert len(done.stderr.splitlines()) <= 1  # which limit stopped the text, if one did
+    assert b"Traceback" not in done.stderr
     assert done.stdout.startswith(b"Gr??e ? ??")
     assert len(done.stdout) > 20
 
