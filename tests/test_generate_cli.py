@@ -452,6 +452,7 @@ def test_what_a_prompt_and_a_model_say_goes_through_show(checkpoint, monkeypatch
     assert "\x1b" not in out.getvalue()
 
 
+@pytest.mark.slow
 def test_every_way_to_start_it_is_the_same_command(checkpoint, capsys):
     import generate as script
 
@@ -648,6 +649,7 @@ def test_a_closed_pipe_ends_quietly(endless):
     assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.slow
 def test_text_appears_as_it_is_made(endless):
     process = start(endless, "--max-new-tokens", "1000")
     try:

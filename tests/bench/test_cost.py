@@ -129,6 +129,7 @@ assert not loaded(), loaded()
 """
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_before_it_is_needed():
     child(IMPORTS)
 

@@ -43,6 +43,7 @@ def test_the_whole_fits_into_eight_minutes():
     assert sum(seconds for _, seconds in gpu_report.PARTS.values()) <= 480
 
 
+@pytest.mark.slow
 def test_time_limits_do_not_outlive_their_part():
     with pytest.raises(TimeoutError, match="1 s"), gpu_report.limited(1):
         time.sleep(5)

@@ -59,6 +59,7 @@ def test_one_run_opens_each_file_once(checkpoint):
     }
 
 
+@pytest.mark.slow
 def test_one_run_with_a_chat_template_opens_each_file_once(checkpoint, tmp_path):
     for path in checkpoint.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -211,6 +212,7 @@ def test_no_address_space_is_no_fault_of_the_file(checkpoint, monkeypatch):
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="Linux")
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_file_is_mapped_once(checkpoint):
     """However many tensors it holds; private, so that no write reaches it."""
@@ -218,6 +220,7 @@ def test_a_file_is_mapped_once(checkpoint):
     assert mappings(checkpoint) == [[str(-(-size // 4096) * 4096), "rw-p"]]
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_file_larger_than_the_memory_is_mapped(tmp_path):
     """A file with a hole of twice the memory, and tensors at both ends of it."""

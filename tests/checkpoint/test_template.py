@@ -253,6 +253,7 @@ def test_templates_that_measure_see_the_users_own_text() -> None:
 # The process
 
 
+@pytest.mark.slow
 def test_jinja2_of_the_working_folder_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "jinja2.py").write_text("raise SystemExit('mine')")
     (tmp_path / "markupsafe.py").write_text("raise SystemExit('mine')")

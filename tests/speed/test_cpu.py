@@ -385,6 +385,7 @@ def empty_cache(tmp_path, monkeypatch):
     native.library.cache_clear()
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once(empty_cache):
     fast_model(make())
     (made,) = empty_cache.iterdir()

@@ -84,6 +84,7 @@ def compare(device: str, **environment: str) -> list[Comparison]:
     return [Comparison(*result) for result in json.loads(done.stdout)]
 
 
+@pytest.mark.slow
 @needs_triton
 def test_interpreted_on_the_cpu():
     for result in compare("cpu", TRITON_INTERPRET="1"):

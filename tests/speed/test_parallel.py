@@ -223,6 +223,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 RUNS = [(2, "tied"), (2, "qwen"), (2, "meta"), (2, "stories260K"), (4, "tied")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "name"), RUNS)
 def test_ranks_compute_what_one_process_does(seen: dict, size: int, name: str) -> None:
     if name not in seen[1][0]:

@@ -197,6 +197,7 @@ def test_a_hook_is_not_lost_in_silence(register):
     assert not hooked(all_cores(model)[0])
 
 
+@pytest.mark.slow
 def test_speed_is_imported_without_the_compiler():
     code = "import sys, llama_mini.speed; print('torch._inductor' in sys.modules, 'triton' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
