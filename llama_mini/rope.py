@@ -18,16 +18,15 @@ from torch import Tensor
 from .config import RopeConfig
 
 
-def inverse_frequencies(
-    rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Angle per position of every pair, in radians, scaling applied: (d/2,) float32.
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Angle per position of every pair, in radians, scaling applied: (d/2,) float32, on the CPU: a
+    power's last bit differs on a GPU, and position 100,000 makes a hundredth of a radian of it.
 
     Scaling: `linear` divides every frequency by the factor (Chen et al. 2023, arXiv:2306.15595);
     `llama3` keeps the fast pairs, divides the slow ones, and blends in between (Llama 3.1,
     arXiv:2407.21783).
     """
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
     frequencies = 1.0 / (rope.rope_theta**exponents)
     if rope.rope_type == "linear":
         return frequencies / rope.factor
@@ -51,7 +50,9 @@ def cos_sin(
     Made anew from the positions on each forward, in float32, and cast last: a stored table would
     follow `model.to(torch.bfloat16)`, where positions 256 and 257 are the same number.
     """
-    angles = positions[..., None].float() * inverse_frequencies(rope, head_dim, positions.device)
+    frequencies = inverse_frequencies(rope, head_dim)
+    frequencies = frequencies.to(positions.device, non_blocking=positions.is_cuda)  # no wait
+    angles = positions[..., None].float() * frequencies
     angles = angles.view(-1, 1, *angles.shape[-2:])
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
