@@ -85,7 +85,7 @@ def stream(
     stop_ids: Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     vocab_size: int | None = None,
-    agree: Callable[[Tensor], Tensor] | None = None,
+    agree: Callable[[Tensor], tuple[Tensor, list[int]]] | None = None,
     cache: KVCache | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt (a list of ids); yields, token by token, one new id per prompt, None
@@ -94,7 +94,8 @@ def stream(
     A prompt ends with the first of `stop_ids` (yielded too; None: the checkpoint's own, (): none)
     or at `max_new_tokens` (None: at the end of the context). Ids from `vocab_size` on (rows that
     only pad the embedding) are never drawn. `agree` makes of the drawn ids (b,), NONE where none can
-    be drawn, what all processes take that run one model together (ranks.py). `cache` holds the first
+    be drawn, those that all processes take that run one model together (ranks.py), as a tensor and as
+    a list. `cache` holds the first
     positions of the prompts, which are not computed again, and grows with the text. A `ValueError`,
     before any work, for prompts that are empty, hold other ids than the model's, or do not fit its
     context together with the new tokens.
@@ -138,9 +139,8 @@ def stream(
                 mask = padded_mask(queries, columns[:seen], padding)
             logits = model(tokens, cache=cache, positions=positions, mask=mask, last_only=True)
             drawn = draw(logits[:, -1, :vocab_size], temperature, top_k, top_p, generator)
-            if agree is not None:
-                drawn = agree(drawn)
-            ids = drawn.tolist()  # the only wait for the device
+            # The only wait for the device.
+            drawn, ids = (drawn, drawn.tolist()) if agree is None else agree(drawn)
             if NONE in ids:
                 raise ValueError(f"at new token {seen - width + 1} {NO_TOKEN}")
             new = [token if alive else None for token, alive in zip(ids, live, strict=True)]

@@ -175,7 +175,7 @@ def test_agree_hears_the_drawn_ids_of_every_step(model):
 
     def agree(ids):
         heard.append(ids.clone())
-        return ids
+        return ids, ids.tolist()
 
     steps = list(stream(model, PROMPTS, 6, stop_ids=(), agree=agree))
     assert steps == list(stream(model, PROMPTS, 6, stop_ids=()))
@@ -191,7 +191,8 @@ def test_what_agree_says_is_fed_back_and_stops(model):
 
     def agree(ids):
         heard.append(ids.item())
-        return torch.tensor([said[len(heard) - 1]])
+        token = said[len(heard) - 1]
+        return torch.tensor([token]), [token]
 
     assert generate(model, [[3, 1, 4]], 8, agree=agree) == [said]
     with torch.no_grad():

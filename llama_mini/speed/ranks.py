@@ -79,7 +79,7 @@ class Ranks:
         box = [values]
         if self.size > 1:
             with self._naming():
-                dist.broadcast_object_list(box, device=self.device)
+                dist.broadcast_object_list(box, device=torch.device("cpu"))
         return box[0]
 
     def everyone(self, value: Any) -> list[Any]:
@@ -121,14 +121,31 @@ class Ranks:
                     "with the same options, on the same checkpoint"
                 )
 
-    def in_step(self, ids: Tensor) -> Tensor:
+    def in_step(self, ids: Tensor) -> tuple[Tensor, list[int]]:
         """`stream`'s `agree`: on every rank the ids that rank 0 drew. Where rank 0 has left, a
         BrokenPipeError: all ranks end at the same step.
         """
         ids = self.first(torch.full_like(ids, LEFT) if self.left else ids)
-        if ids[0] == LEFT:
+        with self._naming():
+            self.wait()
+        numbers = ids.tolist()
+        if numbers[0] == LEFT:
             raise BrokenPipeError
-        return ids
+        return ids, numbers
+
+    def wait(self) -> None:
+        """Wait until the GPU has done what it was given; a RuntimeError after `seconds`.
+
+        NCCL's calls return at once, and what they wait for on the GPU they wait for without end.
+        """
+        if self.size == 1 or self.device.type != "cuda":
+            return
+        done, end = torch.cuda.Event(), time.monotonic() + self.seconds
+        done.record()
+        while not done.query():
+            if time.monotonic() > end:
+                raise RuntimeError(f"the GPU has waited for {self.seconds:g} s")
+            time.sleep(0)  # others may run
 
     @contextmanager
     def printing(self, steps: Iterator[Any]) -> Iterator[None]:
@@ -160,6 +177,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
+            if self.device.type == "cuda" and dist.group.WORLD is not None:
+                dist.group.WORLD.abort()  # or this process could not end, either
             try:
                 silent = self.missing("failed", min(5, self.seconds))
             except dist.DistError:
@@ -215,14 +234,16 @@ def start(device: torch.device) -> Ranks:
             )
         device = torch.device("cuda", _number("LOCAL_RANK", 0, 0, gpus - 1, "this rank's GPU"))
         torch.cuda.set_device(device)
-        os.environ.setdefault("TORCH_NCCL_DESYNC_DEBUG", "1")  # NCCL names the ranks that lag
+        # `wait` sees what fails; torch would end this process before it can say so.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     elif device.type != "cpu":
         raise ValueError(f"ranks run on cuda or cpu, not on {device.type}: use --device cpu")
     timeout = timedelta(seconds=seconds)
     ranks = Ranks(rank, size, device, seconds, _meet(rank, port, timeout), local)
     if silent := ranks.missing("started", seconds):
         raise RuntimeError(f"{silent} of {size} did not start within {seconds} s")
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # What is no tensor goes over gloo, which says in time where a rank does not answer.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=ranks.store, rank=rank, world_size=size, timeout=timeout)
     atexit.register(dist.destroy_process_group)
     return ranks

@@ -293,7 +293,7 @@ def test_where_nobody_reads_any_more_all_ranks_leave_at_one_step() -> None:
 
     def stepping(ranks: Ranks) -> Iterator[list[int]]:
         for step in range(9):
-            yield ranks.in_step(torch.tensor([step, 7])).tolist()
+            yield ranks.in_step(torch.tensor([step, 7]))[1]
 
     ranks = Follower(0, 2, CPU, 1, dist.HashStore())
     steps = stepping(ranks)
@@ -309,6 +309,29 @@ def test_where_nobody_reads_any_more_all_ranks_leave_at_one_step() -> None:
     with pytest.raises(OSError, match="full"), Follower(0, 1, CPU).printing(stepping(ranks)):
         raise OSError("the disk is full")
     assert told == []  # one process has nobody to tell
+
+
+def test_a_gpu_that_waits_for_a_rank_without_end_is_left_in_time(monkeypatch) -> None:
+    """NCCL's calls return at once; events stand in for the GPU."""
+    asked = []
+
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            asked.append(1)
+            return len(asked) == 3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Ranks, "first", lambda self, x: x)
+    ranks = Ranks(0, 2, torch.device("cuda"), 1, dist.HashStore())
+    assert ranks.in_step(torch.tensor([5, 7]))[1] == [5, 7]
+    assert len(asked) == 3
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 of 2 ended, or did not answer for 1 s"):
+        ranks.in_step(torch.tensor([5, 7]))
+    assert 1 < time.monotonic() - began < 6
 
 
 def test_a_process_alone_is_the_first_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
