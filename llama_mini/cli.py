@@ -211,6 +211,9 @@ def choose_device(name: str) -> torch.device:
         name = next(device for device in ("cuda", "mps", "cpu") if there[device])
     if not there.get(name):
         raise ValueError(f"--device {name}: torch finds no such device here; use --device auto")
+    if name == "cuda":
+        # It plans anew for every length of keys, and a token being generated has a length of its own.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(name)
 
 
