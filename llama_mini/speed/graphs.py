@@ -14,7 +14,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..cache import KVCache
-from ..model import Attend, Block, Llama
+from ..model import Attend, Attention, Block, Llama
+from ..rope import inverse_frequencies
 from .dynamo import CompilerFailed, mark_dynamic, of_its_own
 from .private import Held, addresses
 from .rebuild import rebuilt
@@ -22,6 +23,17 @@ from .threaded import ThreadedLinear
 
 TYPICAL = 512  # positions for which the compiler chooses its loops; they hold for any number
 KEPT = 4  # static caches that stay when no cache uses them
+
+
+def settings() -> tuple[Any, ...]:
+    """What torch's settings make of a step: a graph keeps those under which it was captured."""
+    products = torch.backends.cuda.matmul
+    return (
+        products.fp32_precision,  # TF32, whichever of torch's switches set it
+        products.allow_bf16_reduced_precision_reduction,
+        products.allow_fp16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def span_of(length: int) -> int:
@@ -32,21 +44,59 @@ def span_of(length: int) -> int:
     return -(-length // step) * step
 
 
+def is_row(x: Tensor) -> bool:
+    """Whether this is one token of one text, in what is compiled."""
+    return torch.compiler.is_compiling() and x.shape[:-1].numel() == 1
+
+
+def row_product(x: Tensor, weight: Tensor) -> Tensor:
+    """One row (1, 1, m) times a weight (o, m) as dot products, which run at the rate of the memory."""
+    row = x.float().reshape(-1)
+    # The compiler keeps the values of a tensor with strides of its own. Else it would compute what
+    # stands before it, a norm, anew for every row of the weight.
+    row = row.as_strided(row.shape, (1,))
+    return (weight.float() * row).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)
+
+
 class RowLinear(nn.Linear):
-    """A linear layer that, compiled, takes one row as dot products, which run at the rate of the memory."""
+    """A linear layer that takes one row by `row_product`."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight = layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[:-1].numel() > 1 or not torch.compiler.is_compiling():
-            return super().forward(x)
-        row = x.float().reshape(-1)
-        # The compiler keeps the values of a tensor with strides of its own. Else it would compute what
-        # stands before it, a norm, anew for every row of the weight.
-        row = row.as_strided(row.shape, (1,))
-        return (self.weight.float() * row).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)
+        return row_product(x, self.weight) if is_row(x) else super().forward(x)
+
+
+class PartLinear(RowLinear):
+    """One of the layers whose product `RowAttention` has made: its part, from `start` on."""
+
+    start = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.narrow(-1, self.start, self.out_features) if is_row(x) else super().forward(x)
+
+
+class RowAttention(Attention):
+    """`Attention` that takes q, k and v of one row as one product: one kernel in the place of three."""
+
+    def __init__(self, attention: Attention) -> None:
+        nn.Module.__init__(self)
+        self.head_dim, start = attention.head_dim, 0
+        for name, child in attention.named_children():
+            self.add_module(name, child)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            part = PartLinear(getattr(attention, name))
+            part.start, start = start, start + part.out_features
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        if is_row(x):
+            # The weights stay where they are: it is in the kernel that they are put together.
+            weights = [layer.weight for layer in (self.q_proj, self.k_proj, self.v_proj)]
+            x = row_product(x, torch.cat(weights))
+        return super().forward(x, *others)
 
 
 class RowAttend(Attend):
@@ -91,38 +141,34 @@ def run_block(
     cos: Tensor,
     sin: Tensor,
     mask: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    held: Tensor,
     slot: Tensor,
 ) -> Tensor:
-    return Block.forward(block, x, cos, sin, mask, Slot(keys, values, slot))  # type: ignore[arg-type]
+    return Block.forward(block, x, cos, sin, mask, Slot(held, slot))  # type: ignore[arg-type]
 
 
 class Slot(NamedTuple):
-    """A block's cache for one step: where to write is a number in a tensor."""
+    """A block's keys and values (2, b, g, span, d), and where to write: a number in a tensor."""
 
-    keys: Tensor
-    values: Tensor
+    held: Tensor
     slot: Tensor
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write `k`, `v` (b, g, 1, d) at the slot; return keys and values (b, g, span, d)."""
-        self.keys.index_copy_(2, self.slot, k)
-        self.values.index_copy_(2, self.slot, v)
-        return self.keys, self.values
+        """Write `k`, `v` (b, g, 1, d) at the slot, at once; return keys and values (b, g, span, d)."""
+        self.held.index_copy_(3, self.slot, torch.stack((k, v)))
+        return self.held[0], self.held[1]
 
 
 def run_step(
     model: Llama,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    held: Sequence[Tensor],
     tokens: Tensor,
     slot: Tensor,
     positions: Tensor,
     mask: Tensor,
 ) -> Tensor:
     """`Llama.forward` for one more token (b, 1): logits (b, 1, vocab)."""
-    slots: Any = [Slot(k, v, slot) for k, v in zip(keys, values, strict=True)]
+    slots: Any = [Slot(each, slot) for each in held]
     x = model.through_blocks(tokens, positions, mask, slots)
     return model.lm_head(model.final_norm(x))
 
@@ -155,23 +201,22 @@ class Arena:
 
         # In that mode, the cache could not be written to outside of it.
         with torch.inference_mode(False):
-            self.keys, self.values = (
-                [room(batch, old.shape[1], capacity, old.shape[3], dtype=old.dtype) for old in like]
-                for _ in range(2)
-            )
+            self.held = [
+                room(2, batch, old.shape[1], capacity, old.shape[3], dtype=old.dtype)
+                for old in like
+            ]
             self.tokens, self.slot, self.positions = room(batch, 1), room(1), room(batch, 1)
             self.seen = room(batch, 1, 1, capacity, dtype=torch.bool)
+        self.keys, self.values = [t[0] for t in self.held], [t[1] for t in self.held]
         self.batch, self.capacity = batch, capacity
         self.graphs: dict[tuple[Any, ...], StepGraph] = {}
 
     def inputs(self, span: int) -> tuple[Any, ...]:
         """What `run_step` takes for a step that attends over `span` positions."""
-        keys, values = ([t[:, :, :span] for t in held] for held in (self.keys, self.values))
-        mask = self.seen[..., :span]
-        for tensor in (*keys, *values):
-            mark_dynamic(tensor, 2)
-        mark_dynamic(mask, 3)
-        return keys, values, self.tokens, self.slot, self.positions, mask
+        held, mask = [each[:, :, :, :span] for each in self.held], self.seen[..., :span]
+        for tensor in (*held, mask):
+            mark_dynamic(tensor, 3)
+        return held, self.tokens, self.slot, self.positions, mask
 
 
 class GraphLlama(Llama):
@@ -196,6 +241,17 @@ class GraphLlama(Llama):
         self.arenas: list[Arena] = []
         self.leases: weakref.WeakKeyDictionary[KVCache, Arena] = weakref.WeakKeyDictionary()
         self.pool: Any = None
+        self.known = self.config
+        with torch.inference_mode(False):
+            frequencies = inverse_frequencies(self.config.rope, self.config.head_dim)
+            self.frequencies = frequencies.to(self.embed.weight.device)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `cos_sin`, but a graph cannot ask the CPU for the frequencies."""
+        if not torch.compiler.is_compiling():
+            return super().angles(positions, dtype)
+        angles = (positions[..., None].float() * self.frequencies).unsqueeze(1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ValueError(
@@ -231,7 +287,7 @@ class GraphLlama(Llama):
         return logits
 
     def can_replay(self, tokens: Tensor) -> bool:
-        if self.held is None or not self.held:
+        if self.held is None or not self.held or self.config is not self.known:
             self.forget()  # what was captured is of other weights, settings or layers
             self.held = Held(self)
         return bool(self.held) and not (
@@ -253,12 +309,7 @@ class GraphLlama(Llama):
             mask = mask.unsqueeze(-3)
         arena.seen[..., length + 1 : span] = False
         arena.seen[..., : length + 1] = True if mask is None else mask
-        # A graph keeps the settings under which it was captured.
-        key = (
-            span,
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-        )
+        key = (span, *settings())
         if key not in arena.graphs:
             inputs = arena.inputs(span)
             arena.graphs[key] = self.captured(lambda: self.run()(self, *inputs))
@@ -329,6 +380,8 @@ def fast_on_cuda(model: Llama) -> GraphLlama:
             return RowLinear(module)
         if type(module) is Attend:
             return RowAttend(module)
+        if type(module) is Attention:
+            return RowAttention(module)
         return SharedBlock(module) if type(module) is Block else None
 
     fast = GraphLlama(rebuilt(model, layer))

@@ -3,6 +3,7 @@ refused. In the place of a CUDA graph stands the step itself, which reads the sa
 """
 
 import copy
+import dataclasses
 import gc
 import pickle
 
@@ -132,6 +133,11 @@ CHANGES = {
     "eps": lambda m: [setattr(n, "eps", 5.0) for n in m.modules() if isinstance(n, RMSNorm)],
     "scale": lambda m: [setattr(n, "scale", 3.0) for n in m.modules() if isinstance(n, Attend)],
     "a hook": lambda m: m.blocks[1].attention.attend.register_forward_hook(lambda *a: 2 * a[2]),
+    "config": lambda m: setattr(
+        m,
+        "config",
+        dataclasses.replace(m.config, rope=dataclasses.replace(m.config.rope, rope_theta=5.0)),
+    ),
     "a block left out": lambda m: m.blocks.__delitem__(0),
 }
 
@@ -170,16 +176,39 @@ def test_cache_tensors_replaced_grown_and_shared_are_seen():
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_settings_make_graphs_of_their_own_and_autocast_none(captured, monkeypatch):
+def test_settings_make_graphs_of_their_own_and_autocast_none(captured):
     model = make()
     fast = fast_on_cuda(model)
     generate(fast, PROMPTS[:1], 3)
     with torch.autocast("cpu", torch.bfloat16):
         generate(fast, PROMPTS[:1], 3)
     assert len(captured) == 1
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-    generate(fast, PROMPTS[:1], 3)
-    assert len(captured) == 2
+    products = torch.backends.cuda.matmul
+    for change, undo in (
+        (lambda: torch.set_float32_matmul_precision("high"),) * 2,
+        (
+            lambda: setattr(products, "allow_bf16_reduced_precision_reduction", False),
+            lambda: setattr(products, "allow_bf16_reduced_precision_reduction", True),
+        ),
+        (
+            lambda: torch.use_deterministic_algorithms(True),
+            lambda: torch.use_deterministic_algorithms(False),
+        ),
+        # The older switch and the newer one; torch cannot tell its precision by the former any more.
+        (
+            lambda: setattr(products, "allow_tf32", False),
+            lambda: setattr(products, "fp32_precision", "none"),
+        ),
+    ):
+        before = len(captured)
+        try:
+            change()
+            generate(fast, PROMPTS[:1], 3)
+            generate(fast, PROMPTS[:1], 3)
+        finally:
+            undo()
+        assert len(captured) == before + 1
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.usefixtures("uncompiled", "captured")
