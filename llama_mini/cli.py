@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import torch
 
+T = TypeVar("T")
+D = TypeVar("D")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DISK_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
@@ -79,7 +81,7 @@ def on_stop(act: Callable[[int], None]) -> Iterator[None]:
     What follows within a second is part of the same wish (timeout and torchrun send it twice) and is
     not to disturb what that has begun; what comes later does what it would have done before.
     """
-    if threading.current_thread() is not threading.main_thread():  # they come to that one only
+    if not _in_main_thread():
         yield
         return
     first: list[float] = []
@@ -107,18 +109,44 @@ def on_stop(act: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def heeding_ctrl_c() -> Iterator[None]:
-    """Within it each Ctrl-C raises a KeyboardInterrupt, and is no wish to end the command."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+class Interruptible:
+    """While it is entered, Ctrl-C ends what `attempt` is doing, at most once, and nothing else."""
+
+    def __init__(self) -> None:
+        self._armed = False
+
+    def __enter__(self) -> "Interruptible":
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN and _in_main_thread():
+            signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if _in_main_thread():
+            signal.signal(signal.SIGINT, self._before)
+
+    def attempt(self, act: Callable[[], T], otherwise: D) -> T | D:
+        """What `act` returns, or `otherwise` where Ctrl-C ended it. SIGTERM passes through."""
+        try:
+            self._armed = True
+            return act()
+        except KeyboardInterrupt as stopped:
+            if stopped.args:  # SIGTERM, with its number
+                raise
+            return otherwise
+        finally:
+            self._armed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._armed:
+            self._armed = (
+                False  # one press, one end: the next may come while this one is cleared away
+            )
+            raise KeyboardInterrupt
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()  # signals come to that one only
 
 
 # Control characters but newline and tab: what a terminal would obey.

@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_known_text_of_a_real_checkpoint(stories260k, capsys):
         *("--prompt", "Once upon a time", "--model", str(stories260k), "--temperature", "0"),
         *("--max-new-tokens", "128"),
     )
-    assert code == 0
+    assert code == 0, err
     assert out.startswith(STORIES260K_TEXT)
     assert err == stopped_after(128)
 
@@ -53,7 +54,7 @@ def test_known_text_of_a_real_checkpoint(stories260k, capsys):
 def test_prompt_and_continuation_go_to_standard_output(checkpoint, capsys):
     arguments = ("--prompt", "The quick", "--model", str(checkpoint), "--temperature", "0")
     code, out, err = run(capsys, *arguments, "--max-new-tokens", "9")
-    assert code == 0
+    assert code == 0, err
     assert err == stopped_after(9)
     tokenizer = load_tokenizer(checkpoint)
     ids = tokenizer.encode("The quick")
@@ -75,7 +76,7 @@ def test_new_tokens_fill_what_the_context_leaves(checkpoint, tmp_path, capsys):
     used = len(load_tokenizer(checkpoint).encode(prompt))
     folder = damaged(checkpoint, tmp_path, eos_token_id=None)
     code, _, err = run(capsys, "--prompt", prompt, "--model", str(folder), "--stats")
-    assert code == 0
+    assert code == 0, err
     assert err.startswith("[stopped at the end of the context, after 128 tokens]\n")
     assert f"decode       {128 - used} tokens" in err
     code, out, err = run(capsys, "--prompt", long, "--model", str(checkpoint))
@@ -90,7 +91,7 @@ def test_stats_go_to_standard_error(checkpoint, capsys):
     code, out, err = run(
         capsys, "--prompt", "The", "--model", str(checkpoint), "--max-new-tokens", "4", "--stats"
     )
-    assert code == 0
+    assert code == 0, err
     note, *lines = err.splitlines(keepends=True)
     assert note == stopped_after(4)
     labels = [line.split("  ")[0].strip() for line in lines]
@@ -599,12 +600,18 @@ def test_a_conversation_on_a_terminal(talkative):
     os.close(side)
     seen = ""
 
-    def until(done: Callable[[str], bool]) -> None:
+    def until(done: Callable[[str], bool], key: bytes = b"") -> None:
+        """Read up to there, and press `key` every half second: between two reads Python keeps a signal
+        for the next key."""
         nonlocal seen
         end = time.monotonic() + 120
         while not done(seen) and time.monotonic() < end:
-            if select.select([main], [], [], 1)[0]:
-                seen += os.read(main, 4096).decode(errors="replace")
+            os.write(main, key)
+            pause = time.monotonic() + 0.5
+            while not done(seen) and time.monotonic() < pause:
+                if select.select([main], [], [], 0.1)[0]:
+                    with suppress(OSError):  # the program has ended
+                        seen += os.read(main, 4096).decode(errors="replace")
         assert done(seen), seen
 
     try:
@@ -612,18 +619,14 @@ def test_a_conversation_on_a_terminal(talkative):
         for turn in (b"The fox\n", b"The dog\n"):
             before = len(seen)
             os.write(main, turn)
-            until(lambda text, before=before: len(text) > before + 60)  # an answer without an end
-            os.write(main, b"\x03")
-            until(lambda text, before=before: text.endswith("\n> ") and len(text) > before + 60)
+            until(lambda text, before=before: len(text) > before + 60)  # an answer that has no end
+            until(lambda text, before=before: text[before:].endswith("\n> "), b"\x03" * 5)
         os.write(main, b"half a line")
         until(lambda text: text.endswith("half a line"))
-        while seen.count("> ") < 4:  # a signal between two reads waits in Python for the next key
-            before = len(seen)
-            os.write(main, b"\x03")
-            until(lambda text, before=before: len(text) > before)
+        until(lambda text: text.count("> ") >= 4, b"\x03" * 5)  # as a key that is held down
         assert process.poll() is None
-        os.write(main, b"\x04")
-        assert process.wait(60) == 0
+        until(lambda text: process.poll() is not None, b"\x04")
+        assert process.wait() == 0
         assert "rror" not in seen
     finally:
         process.kill()

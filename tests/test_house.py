@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "llama_mini"
 # From top to bottom. A module imports from its own room, and from those below it.
-ROOMS = ("bench", "train", "speed", "inspect", "checkpoint", "placements")
+ROOMS = ("bench", "train", "speed", "talk", "inspect", "checkpoint", "placements")
 DECODER = ("generation", "model", "rope", "cache", "config")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -22,7 +22,7 @@ import torch
 
 from llama_mini import __main__ as cli
 from llama_mini.checkpoint.files import replace
-from llama_mini.cli import on_stop, run_command, stop
+from llama_mini.cli import Interruptible, on_stop, run_command, stop
 from llama_mini.train import __main__ as train
 from llama_mini.train.recipe import Recipe
 from llama_mini.train.state import STATE, read_state
@@ -43,6 +43,37 @@ def endless(checkpoint, tmp_path) -> Path:
 def generating(folder: Path, prompt: str = "The") -> Callable[[], int]:
     arguments = ["--model", str(folder), "--prompt", prompt, "--max-new-tokens", "50000"]
     return lambda: cli.main(arguments)
+
+
+def test_ctrl_c_ends_an_attempt_at_most_once_and_nothing_else():
+    """A key that is held down may send it while an earlier one is being cleared away."""
+    pressed: list[str] = []
+
+    def press(where: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        pressed.append(where)
+
+    def answer() -> str:
+        try:
+            press("answering")
+        finally:
+            press("clearing")
+        return "whole"
+
+    with Interruptible() as ctrl_c:
+        press("before")
+        assert ctrl_c.attempt(answer, "ended") == "ended"
+        press("between")
+        assert ctrl_c.attempt(lambda: "whole", "ended") == "whole"
+        with pytest.raises(ZeroDivisionError):
+            ctrl_c.attempt(lambda: 1 / 0, None)
+        press("after an error")
+        assert ctrl_c.attempt(answer, "ended") == "ended"
+        with pytest.raises(KeyboardInterrupt):  # SIGTERM
+            ctrl_c.attempt(lambda: stop(signal.SIGTERM), None)
+    assert pressed == ["before", "clearing", "between", "after an error", "clearing"]
+    with pytest.raises(KeyboardInterrupt):
+        press("outside")
 
 
 @pytest.mark.parametrize("number", SIGNALS)

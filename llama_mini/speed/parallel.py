@@ -12,12 +12,11 @@ the embedding and one all-gather of the logits; PLAN says what is cut, and why.
 import hashlib
 from dataclasses import replace
 from math import gcd
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.opening import Checkpoint, open_checkpoint
+from ..checkpoint.opening import Checkpoint
 from ..checkpoint.weights import NoInit, build, read_state
 from ..config import LlamaConfig
 from ..model import Llama
@@ -127,18 +126,16 @@ def split(config: LlamaConfig, ranks: Ranks) -> Llama:
 
 def load_parallel(
     ranks: Ranks,
-    source: str | Path | Checkpoint,
+    checkpoint: Checkpoint,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> Llama:
     """`load_model`, but this rank's part of the model, and nothing else is read from the files."""
-    checkpoint = open_checkpoint(source)
     if type(checkpoint.config) is not LlamaConfig:  # of another family, or with a window
         raise ValueError(
             f"{checkpoint.family.model_type} is not cut for several processes, as Llama is: run it in one"
         )
     require_divisible(checkpoint.config, ranks.size)
-    build(checkpoint)
 
     def part(name: str, weight: Tensor) -> Tensor:
         axis = PLAN[name.split(".")[-2]]
@@ -149,6 +146,7 @@ def load_parallel(
         return weight[own] if axis == ROWS else weight[:, own].contiguous()
 
     model = split(checkpoint.config, ranks)
+    build(checkpoint)  # which says what the files lack
     model.load_state_dict(read_state(checkpoint, device, dtype, part), assign=True)
     return model.eval().requires_grad_(False)
 

@@ -13,17 +13,20 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cli import choose_device
+
+T = TypeVar("T")
 PATIENCE = 10  # seconds, with a store that takes a call and does not answer
 LEFT = -2  # in the place of drawn ids, of which -1 is none that can be drawn
 
@@ -81,6 +84,14 @@ class Ranks:
             with self._naming():
                 dist.broadcast_object_list(box, device=torch.device("cpu"))
         return box[0]
+
+    def of_first(self, make: Callable[[], T]) -> T | None:
+        """What `make` returns on rank 0, on every rank; its error there ends all of them."""
+        made = None
+        with self.together():
+            if self.rank == 0:
+                made = make()
+        return self.agree(made)
 
     def everyone(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of the ranks, on every rank."""
@@ -209,9 +220,10 @@ def who() -> str:
     return f"rank {rank}: " if size > 1 else ""
 
 
-def join(device: torch.device) -> Ranks:
-    """The ranks that torchrun started, or this process alone."""
-    return start(device) if own_rank()[1] > 1 else Ranks(0, 1, device)
+def join(device: str) -> Ranks:
+    """The ranks that torchrun started, or this process alone, on a device by its name or "auto"."""
+    chosen = choose_device(device)
+    return start(chosen) if own_rank()[1] > 1 else Ranks(0, 1, chosen)
 
 
 def start(device: torch.device) -> Ranks:

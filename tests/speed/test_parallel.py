@@ -340,7 +340,7 @@ def test_a_process_alone_is_the_first_of_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "x")  # some other program's
     monkeypatch.setenv("WORLD_SIZE", "2")  # clusters set it for other reasons, too
     assert (own_rank(), who()) == ((0, 1), "")
-    ranks = join(CPU)
+    ranks = join("cpu")
     assert (ranks.rank, ranks.size, ranks.share()) == (0, 1, 1)
     x = torch.ones(2)
     assert ranks.first(x) is x
@@ -483,12 +483,16 @@ def test_every_rank_of_an_allowed_number_has_a_token(vocab_size: int) -> None:
 
 def test_uneven_shares_are_refused_on_loading(folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match=r"^3 ranks"):
-        load_parallel(Ranks(0, 3, CPU, 1, dist.HashStore()), folders["tied"])
+        load_parallel(Ranks(0, 3, CPU, 1, dist.HashStore()), open_checkpoint(folders["tied"]))
 
 
 def test_a_dtype_that_is_no_float_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match=r"dtype is torch\.int8"):
-        load_parallel(Ranks(0, 2, CPU, 1, dist.HashStore()), folders["tied"], dtype=torch.int8)
+        load_parallel(
+            Ranks(0, 2, CPU, 1, dist.HashStore()),
+            open_checkpoint(folders["tied"]),
+            dtype=torch.int8,
+        )
 
 
 def test_a_device_that_ranks_cannot_use_is_refused(second_of_two) -> None:

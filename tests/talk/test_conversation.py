@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from llama_mini import generate, load_model, load_tokenizer
 from llama_mini.checkpoint import chat_prompt, open_checkpoint
-from llama_mini.checkpoint.conversation import Answer, Conversation, StopStrings
+from llama_mini.talk import Answer, Conversation, StopStrings
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
@@ -60,8 +61,8 @@ def test_each_answer_is_that_of_the_whole_conversation_and_only_new_tokens_are_c
         assert (answer.ids, said) == (new, talk.tokenizer.decode(new))
         messages.append({"role": "assistant", "content": said})
         assert talk.messages == messages
-        assert (talk.asked, talk.computed) == (len(ids), computed - len(new) + 1)
-        assert talk.computed == len(ids) if n == 0 else talk.computed < len(ids) // 2
+        assert (len(answer.prompt), answer.computed) == (len(ids), computed - len(new) + 1)
+        assert answer.computed == len(ids) if n == 0 else answer.computed < len(ids) // 2
 
 
 def test_an_answer_that_is_interrupted_is_what_was_said(talk):
@@ -90,7 +91,7 @@ def test_a_turn_without_an_answer_is_forgotten(talk):
     answer = talk.ask("The dog", max_new_tokens=5)  # all of it is in the cache, but its logits
     "".join(answer)
     ids = chat_prompt(talk.checkpoint, talk.tokenizer, [*before, user("The dog")])
-    assert (answer.ids, talk.computed) == (generate(talk.model, [ids], 5, vocab_size=300)[0], 1)
+    assert (answer.ids, answer.computed) == (generate(talk.model, [ids], 5, vocab_size=300)[0], 1)
     before = list(talk.messages)
     with pytest.raises(ValueError, match="context of 300"):
         talk.ask("The quick brown fox jumps over the lazy dog. " * 20)
@@ -103,12 +104,12 @@ def test_a_turn_without_an_answer_is_forgotten(talk):
 
 def test_the_last_token_was_drawn_and_is_not_in_the_cache(talk, monkeypatch):
     said = [[5, 6, 7]]
-    monkeypatch.setattr("llama_mini.checkpoint.conversation.chat_prompt", lambda *_: list(said[-1]))
+    monkeypatch.setattr("llama_mini.talk.conversation.chat_prompt", lambda *_: list(said[-1]))
     for _ in range(3):
         answer = talk.ask("", max_new_tokens=4)
         "".join(answer)
         assert answer.ids == generate(talk.model, [said[-1]], 4, vocab_size=300)[0]
-        assert talk.computed == (3 if len(said) == 1 else 2)  # the last one, and the new one
+        assert answer.computed == (3 if len(said) == 1 else 2)  # the last one, and the new one
         said.append([*said[-1], *answer.ids, 9])
 
 
@@ -116,8 +117,9 @@ def test_reset_forgets_all_but_the_system_message(talk):
     "".join(talk.ask("The fox", max_new_tokens=3))
     talk.reset()
     assert talk.messages == [{"role": "system", "content": "Be brief"}]
-    "".join(talk.ask("The fox", max_new_tokens=3))
-    assert talk.computed == talk.asked
+    answer = talk.ask("The fox", max_new_tokens=3)
+    "".join(answer)
+    assert answer.computed == len(answer.prompt)
 
 
 def test_where_the_template_changes_an_earlier_turn_the_cache_goes_back_to_there(folder):
@@ -132,10 +134,10 @@ def test_where_the_template_changes_an_earlier_turn_the_cache_goes_back_to_there
         "".join(answer)
         ids = chat_prompt(talk.checkpoint, tokenizer, talk.messages[:-1])
         assert answer.ids == generate(model, [ids], 6, vocab_size=300)[0]
-    assert 0 < talk.computed < talk.asked
+    assert 0 < answer.computed < len(answer.prompt)
 
 
-def answer_of(texts: list[str], stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = ()):
+def answer_of(texts, stop, stop_ids, monkeypatch) -> Answer:
     class Decoder:
         def push(self, token: int) -> str:
             return texts[token]
@@ -143,10 +145,14 @@ def answer_of(texts: list[str], stop: tuple[str, ...] = (), stop_ids: tuple[int,
         def flush(self) -> str:
             return "~"
 
-    return Answer(([n] for n in range(len(texts))), Decoder(), stop_ids, stop)
+    steps = ([n] for n in range(len(texts)))
+    monkeypatch.setattr("llama_mini.talk.answer.stream", lambda *_, **__: steps)
+    tokenizer = SimpleNamespace(vocab_size=len(texts), stream_decoder=lambda _: Decoder())
+    model = SimpleNamespace(config=SimpleNamespace(eos_token_id=stop_ids))
+    return Answer(model, tokenizer, [0], stop)
 
 
-def test_what_ends_an_answer():
+def test_what_ends_an_answer(monkeypatch):
     for stop, stop_ids, text, ids, ended in (
         ((), (), "abcd~", [0, 1, 2, 3], False),
         ((), (2,), "abc~", [0, 1, 2], True),
@@ -155,7 +161,7 @@ def test_what_ends_an_answer():
         (("d~e",), (), "abcd~", [0, 1, 2, 3], False),  # held back, and shown
         (("d~",), (), "abc", [0, 1, 2, 3], False),
     ):
-        answer = answer_of(list("abcd"), stop, stop_ids)
+        answer = answer_of(list("abcd"), stop, stop_ids, monkeypatch)
         assert "".join(answer) == answer.text == text, (stop, stop_ids)
         assert (answer.ids, answer.ended) == (ids, ended)
         assert len(answer.times) == len(ids) + 1

@@ -1,0 +1,39 @@
+"""A prompt as the ids that a model reads."""
+
+from ..checkpoint import Checkpoint, chat_prompt
+from ..checkpoint.tokenizer_base import Tokenizer
+from ..generation import require_prompts
+
+MEGABYTE = 2**20
+
+
+def prompt_ids(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    prompt: str | None,
+    chat: bool = False,
+    system: str | None = None,
+    max_new_tokens: int | None = None,
+) -> list[int]:
+    """The ids of a prompt, through the chat template where `chat` asks for it; [] for None, a
+    conversation that is still to begin.
+
+    A ValueError for a prompt that does not fit the model's context, with `max_new_tokens` behind it, and
+    for a template that does not serve.
+    """
+    config, new = checkpoint.config, 1 if max_new_tokens is None else max_new_tokens
+    if prompt is None:
+        chat_prompt(checkpoint, tokenizer, "Hi", system)  # or each turn would fail
+        require_prompts(config, [], new)
+        return []
+    positions, size = config.context(), len(prompt.encode("utf-8", "replace"))
+    # A smaller prompt is soon encoded, and its tokens say it better.
+    if size > max(MEGABYTE, tokenizer.most_bytes(positions)):
+        raise ValueError(
+            f"a prompt of {size:,} bytes does not fit the model's context of {positions:,} positions"
+        )
+    ids = chat_prompt(checkpoint, tokenizer, prompt, system) if chat else tokenizer.encode(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty, and this tokenizer puts no BOS: give it some text")
+    require_prompts(config, [ids], new)
+    return ids
