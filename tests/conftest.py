@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.fixtures import BASE
 from tests.support.tokenizers import train_sentencepiece
 
 torch.set_num_threads(1)  # the models are tiny: threads that wait for each other only cost time
@@ -69,15 +70,9 @@ def checkpoint(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("checkpoint")
     values = {
-        "model_type": "llama",
+        **BASE,
         "vocab_size": 305,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "torch_dtype": "bfloat16",

@@ -51,8 +51,18 @@ def test_temperature_scales_the_logits():
     assert share.tolist() == pytest.approx([0.1, 0.9], abs=0.019)
 
 
+def test_narrow_logits_are_drawn_from_as_float32():
+    logits = torch.randn(500, 97, generator=torch.Generator().manual_seed(0)).bfloat16()
+    options = {"temperature": 0.9, "top_k": 50, "top_p": 0.9}
+    narrow, wide = (
+        sample(x, **options, generator=torch.Generator().manual_seed(1))
+        for x in (logits, logits.float())
+    )
+    assert torch.equal(narrow, wide)
+
+
 def test_top_k_keeps_exactly_k_ties_included():
-    for k in (1, 2, 3):
+    for k in (1, 2, 3, 4):
         assert (counts([1.0, 1.0, 1.0, 1.0, 0.5], temperature=1.0, top_k=k) > 0).sum() == k
     assert (counts([1.0, 0.9, 0.8], temperature=1.0, top_k=99) > 0).sum() == 3
 
@@ -63,6 +73,9 @@ def test_top_p_keeps_the_fewest_that_reach_it():
     for top_p, kept in (*cases, (0.96, 4), (1.0, 4)):
         assert (counts(logits, temperature=1.0, top_p=top_p) > 0).sum() == kept, top_p
     assert counts(logits[::-1], temperature=1.0, top_p=1e-8)[3] == 1
+    rare = [math.log(0.99), math.log(0.01)]
+    assert [counts(rare, temperature=1.0, top_p=p)[1] > 0 for p in (0.98, 0.995)] == [False, True]
+    assert counts([math.log(0.996), math.log(0.004)], temperature=1.0, top_p=0.995)[1] == 0
 
 
 def test_top_p_0_is_greedy_and_1_changes_nothing():

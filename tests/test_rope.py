@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama_mini import Llama, LlamaConfig, RopeConfig, load_model
+from llama_mini import Llama, RopeConfig, load_model
 from llama_mini.checkpoint.names import META
 from llama_mini.checkpoint.weights import read_tensors
 from llama_mini.rope import cos_sin, inverse_frequencies, rotate
+from tests.support.models import TINY
 
 pytestmark = pytest.mark.oldest
 
@@ -46,7 +47,7 @@ def test_interleaved_pairs_are_half_split_pairs_in_another_order():
 
 
 def test_position_257_stays_257_in_bfloat16():
-    model = Llama(LlamaConfig(11, 16, 16, 1, 2, head_dim=8)).to(torch.bfloat16)
+    model = Llama(TINY).to(torch.bfloat16)
     cos, _ = tables_of(model, None, 258)
     # Seen 0.0010, and half a step of bfloat16 is 0.0020; cos 256 is -0.03979.
     assert cos[257, 0].item() == pytest.approx(0.81931, abs=2**-9)
@@ -56,7 +57,7 @@ def test_8192_positions_are_8192_rows_in_bfloat16():
     """Of positions in bfloat16 only 897 would differ; of frequencies in it every row would, and the
     far ones would be off by 2.
     """
-    model = Llama(LlamaConfig(11, 16, 16, 1, 1, head_dim=64)).to(torch.bfloat16)
+    model = Llama(dataclasses.replace(TINY, head_dim=64)).to(torch.bfloat16)
     tables = tables_of(model, torch.arange(8192).view(64, 128), 128)
     assert {table.dtype for table in tables} == {torch.bfloat16}
     assert torch.cat(tables, dim=-1).unique(dim=0).shape[0] == 8192
@@ -132,7 +133,7 @@ def test_meta_rows_are_reordered_for_q_and_k_by_their_own_heads_and_never_for_v(
     from llama_mini.checkpoint.headers import read_headers
     from llama_mini.checkpoint.meta import META_LLAMA
 
-    config = LlamaConfig(11, 8, 16, 1, 4, 2, head_dim=4)
+    config = dataclasses.replace(TINY, head_dim=4)
     rows = {"wq": 16, "wk": 8, "wv": 8}
     weights = {
         f"layers.0.attention.{name}.weight": torch.arange(n * 8.0).view(n, 8)

@@ -194,7 +194,7 @@ def test_a_name_that_is_there_twice(folder: Path) -> None:
     """The last would count; twice the same is harmless."""
     path = folder / "config.json"
     text = path.read_text()
-    path.write_text(text.replace('"hidden_size": 8', '"hidden_size": 8, "hidden_size": 8'))
+    path.write_text(text.replace('"hidden_size": 32', '"hidden_size": 32, "hidden_size": 32'))
     load_model(folder)
     path.write_text(text.replace('"rms_norm_eps"', '"rms_norm_eps": 0.5, "rms_norm_eps"'))
     refusal(folder, str(path), "'rms_norm_eps' is there twice, as 0.5 and as 1e-05")
@@ -459,7 +459,7 @@ def test_a_prompt_beyond_the_context_is_refused_before_any_work(
     out, err = capsys.readouterr()
     assert out == ""
     assert f"a prompt of {length} tokens" in err
-    assert "context of 64 positions" in err
+    assert f"context of {CONFIG['max_position_embeddings']} positions" in err
     assert err.count("\n") == 1
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from llama_mini import Llama, load_model, load_tokenizer, read_config
 from llama_mini.checkpoint import open_checkpoint, parse_config
 from llama_mini.checkpoint.names import HUGGING_FACE, translate
+from tests.support.fixtures import BASE
 from tests.support.processes import ROOT
 
 # An audit hook cannot be taken away: a process of its own.
@@ -229,10 +230,9 @@ def test_a_file_larger_than_the_memory_is_mapped(tmp_path):
     hidden = 8192
     vocab = 2 * memory // (2 * hidden)
     values = {
-        "model_type": "llama",
+        **BASE,
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": 64,
         "num_hidden_layers": 1,
         "num_attention_heads": 64,
         "num_key_value_heads": 1,

@@ -15,24 +15,9 @@ from llama_mini.checkpoint.hub import SMALL_FILES
 from llama_mini.checkpoint.refusals import ALWAYS, DECLARED, ONLY, OTHER_FAMILIES
 from llama_mini.placements import FAMILIES
 from llama_mini.rope import inverse_frequencies
-from tests.support.fixtures import require
+from tests.support.fixtures import BASE_V4, require
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 320,
-}
+LLAMA = {**BASE_V4, "hidden_act": "silu"}
 
 
 def refusal(folder: Path, values: dict[str, Any]) -> str:

@@ -173,7 +173,9 @@ def refused(case: str, checkpoint: Path, tmp_path: Path) -> tuple[Llama, Path, s
             return Llama(config, norm=torch.nn.LayerNorm), target, "Llama"
         case "a parameter too many":
             model = made(CONFIG)
-            model.blocks[0].ffn.up_proj.bias = torch.nn.Parameter(torch.zeros(80))
+            model.blocks[0].ffn.up_proj.bias = torch.nn.Parameter(
+                torch.zeros(CONFIG.intermediate_size)
+            )
             return model, target, "Llama"
     raise AssertionError(case)
 

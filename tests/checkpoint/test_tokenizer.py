@@ -4,7 +4,6 @@ Their own files are not here: what these tests say of a family, they say of file
 are (back end, normalizers, post-processor, settings), with a vocabulary of some hundred pieces.
 """
 
-import base64
 import json
 import string
 from pathlib import Path
@@ -19,12 +18,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from llama_mini.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from tests.support.fixtures import require
 from tests.support.tokenizers import (
+    KINDS,
     LLAMA3_TOKENS,
     TEXT,
     train_sentencepiece,
     write_byte_level,
     write_json,
-    write_llama2_json,
     write_sentencepiece,
 )
 
@@ -40,40 +39,6 @@ HELD_OUT = [
     " ",
     "\x00",
 ]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tokenizers")
-    return {
-        "sentencepiece": write_sentencepiece(root / "sentencepiece"),
-        "llama2": write_llama2_json(root / "llama2"),
-        "llama3": write_byte_level(
-            root / "llama3",
-            LLAMA3_TOKENS,
-            "<|begin_of_text|>",
-            tokenizer_class="PreTrainedTokenizerFast",
-            bos_token="<|begin_of_text|>",
-            eos_token="<|eot_id|>",
-        ),
-        "qwen": write_byte_level(
-            root / "qwen",
-            ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-            None,
-            tokenizer_class="PreTrainedTokenizerFast",
-            add_bos_token=False,
-            bos_token=None,
-            eos_token="<|im_end|>",
-        ),
-    }
-
-
-@pytest.fixture(scope="module")
-def loaded(folders: dict[str, Path]) -> dict[str, Tokenizer]:
-    return {name: load_tokenizer(folder) for name, folder in folders.items()}
-
-
-KINDS = ["sentencepiece", "llama2", "llama3", "qwen"]
 
 
 # Where the BOS goes: on files in the style of each family
@@ -174,223 +139,6 @@ def test_folder_saved_by_transformers(folders: dict[str, Path], tmp_path: Path) 
         assert ours.encode(text) == plain
         assert ours.encode(text, special=True) == theirs.encode(text)
         assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True)
-
-
-# Which file, and what is wrong with it
-
-
-def test_tokenizer_json_wins(folders: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"never opened")
-    file = folders["llama3"] / "tokenizer.json"
-    (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    assert load_tokenizer(tmp_path).encode("Hi") == load_tokenizer(folders["llama3"]).encode("Hi")
-
-
-def test_tiktoken_is_named(tmp_path: Path) -> None:
-    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
-    (tmp_path / "tokenizer.model").write_text("".join(lines))
-    with pytest.raises(ValueError, match=r"tokenizer\.model is a tiktoken file.*tokenizer\.json"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x00\xff",
-        b"{",
-        b"{}",
-        b"[]",
-        b"null",
-        b"not it",
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-    ],
-)
-def test_damaged_file(tmp_path: Path, name: str, data: bytes) -> None:
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=name) as caught:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "llama2"])
-def test_truncated_file(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    name = "tokenizer.model" if kind == "sentencepiece" else "tokenizer.json"
-    data = (folders[kind] / name).read_bytes()
-    (tmp_path / name).write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match=name):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("tokenizer_config.json", "{"),
-        ("tokenizer_config.json", "[1]"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"3": "<x>"}}'),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"three": {"content": "<x>"}}}'),
-        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
-        ("tokenizer_config.json", '{"bos_token": 7}'),
-        ("special_tokens_map.json", '{"additional_special_tokens": [7]}'),
-        ("special_tokens_map.json", '{"eos_token": {"lstrip": false}}'),
-        ("added_tokens.json", '{"<x>": "many"}'),
-        ("added_tokens.json", '{"<x>": -1}'),
-        ("added_tokens.json", '{"<x>": null}'),
-    ],
-)
-def test_damaged_settings(folders: dict[str, Path], tmp_path: Path, name: str, text: str) -> None:
-    model = (folders["sentencepiece"] / "tokenizer.model").read_bytes()
-    (tmp_path / "tokenizer.model").write_bytes(model)
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=name):
-        load_tokenizer(tmp_path)
-
-
-def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"neither tokenizer\.json nor tokenizer\.model"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        load_tokenizer(tmp_path / "typo")
-    (tmp_path / "spiece.model").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"spiece\.model is not read.*tokenizer\.json"):
-        load_tokenizer(tmp_path)
-
-
-def test_unknown_decoder_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = tokenizers.Tokenizer.from_file(str(folders["llama3"] / "tokenizer.json"))
-    model.decoder = decoders.WordPiece()
-    model.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"WordPiece.*not supported"):
-        load_tokenizer(tmp_path)
-
-
-def test_padding_and_truncation_of_the_file_are_off(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    model = tokenizers.Tokenizer.from_file(str(folders["llama3"] / "tokenizer.json"))
-    model.enable_truncation(4)
-    model.enable_padding(length=4)
-    model.save(str(tmp_path / "tokenizer.json"))
-    for text in ("a", TEXT[0]):
-        ids = load_tokenizer(tmp_path).encode(text)
-        assert ids == load_tokenizer(folders["llama3"]).encode(text)
-
-
-# Streaming
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stream_equals_decode_at_every_length(loaded: dict[str, Tokenizer], kind: str) -> None:
-    tokenizer = loaded[kind]
-    ids = tokenizer.encode("".join(TEXT) + "😸 ünd <s>")
-    for length in range(len(ids) + 1):
-        decoder = tokenizer.stream_decoder()
-        pieces = [decoder.push(token) for token in ids[:length]]
-        pieces.append(decoder.flush())
-        assert "".join(pieces) == tokenizer.decode(ids[:length])
-        assert decoder.flush() == ""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_stream_of_any_ids(loaded: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
-    tokenizer = loaded[kind]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
-    cut = data.draw(st.integers(0, len(ids)))
-    decoder = tokenizer.stream_decoder()
-    whole = "".join(decoder.push(token) for token in ids) + decoder.flush()
-    assert whole == tokenizer.decode(ids)
-    assert "".join(tokenizer.decode([i]) for i in ids if i in tokenizer.control.values()) == ""
-    prompt = tokenizer.decode(ids[:cut])
-    if "\ufffd" not in prompt:  # a prompt is text, so it does not end inside a character
-        decoder = tokenizer.stream_decoder(ids[:cut])
-        added = "".join(decoder.push(token) for token in ids[cut:]) + decoder.flush()
-        assert prompt + added == whole
-
-
-def byte_ids(folder: Path, data: bytes) -> list[int]:
-    """The ids of the tokens that stand for one byte each."""
-    names = [f"<0x{byte:02X}>" for byte in data]
-    if (folder / "tokenizer.model").is_file():
-        model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-        return [model.piece_to_id(name) for name in names]
-    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if model.token_to_id(names[0]) is None:  # GPT-2's alphabet of bytes
-        names = [{0xF0: "ð", 0x9F: "Ł", 0x98: "ĺ", 0xB8: "\u00b8"}[byte] for byte in data]
-    return [model.token_to_id(name) for name in names]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_character_of_four_bytes_shows_with_its_fourth(
-    folders: dict[str, Path], loaded: dict[str, Tokenizer], kind: str
-) -> None:
-    tokenizer = loaded[kind]
-    ids = byte_ids(folders[kind], b"\xf0\x9f\x98\xb8")
-    assert len(set(ids)) == 4
-    decoder = tokenizer.stream_decoder(tokenizer.encode("a"))
-    assert [decoder.push(token) for token in ids] == ["", "", "", "😸"]
-    assert decoder.flush() == ""
-    for length in (1, 2, 3):
-        decoder = tokenizer.stream_decoder(tokenizer.encode("a"))
-        assert [decoder.push(token) for token in ids[:length]] == [""] * length
-        assert (decoder.flush(), decoder.flush()) == ("\ufffd", "")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_continuation_keeps_its_space(loaded: dict[str, Tokenizer], kind: str) -> None:
-    tokenizer = loaded[kind]
-    prompt = tokenizer.encode("Once upon")
-    ids = tokenizer.encode("Once upon a time")
-    assert ids[: len(prompt)] == prompt
-    continued = tokenizer.stream_decoder(prompt)
-    assert "".join(map(continued.push, ids[len(prompt) :])) == " a time"
-    if kind in ("sentencepiece", "llama2"):  # by itself, a text starts without the space
-        assert tokenizer.decode(ids[len(prompt) :]) == "a time"
-
-
-def test_work_for_each_token_is_constant(loaded: dict[str, Tokenizer]) -> None:
-    """Each id is looked up once, however long the text already is."""
-    for tokenizer in loaded.values():
-        ids = tokenizer.encode(TEXT[0], bos=False) * 20
-        decoder = tokenizer.stream_decoder()
-        seen = []
-        look_up = tokenizer.text_bytes
-        tokenizer.text_bytes = lambda i, seen=seen, look_up=look_up: seen.append(i) or look_up(i)
-        try:
-            for token in ids:
-                decoder.push(token)
-        finally:
-            del tokenizer.text_bytes
-        assert seen == ids
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_id_outside_the_vocabulary(loaded: dict[str, Tokenizer], kind: str) -> None:
-    tokenizer = loaded[kind]
-    tokenizer.decode([tokenizer.vocab_size - 1])
-    for token in (-1, tokenizer.vocab_size):
-        with pytest.raises(ValueError, match=f"token id {token} .* {tokenizer.vocab_size}"):
-            tokenizer.decode([token])
-
-
-def test_vocab_size_counts_gaps(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The largest id counts, not the number of tokens: the ids between decode to nothing."""
-    model = (folders["sentencepiece"] / "tokenizer.model").read_bytes()
-    (tmp_path / "tokenizer.model").write_bytes(model)
-    write_json(tmp_path / "added_tokens.json", **{"<far>": 900})
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.vocab_size == 901
-    assert tokenizer.decode([800, 900]) == "<far>"
-    vocab = {"a": 0, "b": 7}
-    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    model.decoder = decoders.ByteLevel()
-    model.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "added_tokens.json").unlink()
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.vocab_size == 8
-    assert tokenizer.decode([0, 5, 7]) == "ab"
 
 
 # Control tokens in a prompt

@@ -12,16 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from llama_mini import load_model
 from tests.support.fixtures import draw_tokens, require
-from tests.support.placements import draw
+from tests.support.placements import BASE, draw
 
-PLAIN: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+PLAIN = {
+    **BASE,
     "torch_dtype": "float32",
     "initializer_range": 0.02,
     "rope_scaling": None,

@@ -48,8 +48,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-# Arguments of transformers' config classes. With 1 key/value head, or 4, grouping is tiling.
-BASE = {
+# The tiny config of all tests, as transformers 5 writes it; a test names what it needs otherwise. With 1
+# key/value head, or 4, grouping is tiling.
+BASE: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 64,
     "hidden_size": 32,
@@ -62,6 +63,9 @@ BASE = {
     "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+# The same as transformers 4 writes it, and as most files on the hub are.
+BASE_V4 = {key: value for key, value in BASE.items() if key != "rope_parameters"}
+BASE_V4 |= {"architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "torch_dtype": "float32"}
 SHAPES: dict[str, dict[str, Any]] = {
     "mha_untied": {**BASE, "num_key_value_heads": 4},
     "gqa_tied": {**BASE, "tie_word_embeddings": True},

@@ -20,7 +20,7 @@ from torch import Tensor
 from llama_mini import Llama, LlamaConfig, load_model, load_tokenizer
 from llama_mini.checkpoint import parse_config
 from llama_mini.checkpoint.names import HUGGING_FACE, META, inverse, translate
-from tests.support.fixtures import strengthen
+from tests.support.fixtures import BASE_V4, strengthen
 from tests.support.tokenizers import write_byte_level, write_llama2_json, write_sentencepiece
 
 SECONDS, BYTES = (
@@ -30,26 +30,14 @@ SECONDS, BYTES = (
 TEXT = "Once upon a time </s><x> <|b|>Größe 日本 😸\x00\n  x"
 TOKENS = torch.tensor([[1, 7, 2, 250, 9]])
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+    **BASE_V4,
     "vocab_size": 430,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
     "rope_scaling": None,
     "eos_token_id": [2, 3],
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
     "initializer_range": 0.02,
 }
-META_CONFIG = {"dim": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "vocab_size": -1}
-META_CONFIG |= {"multiple_of": 4, "ffn_dim_multiplier": 0.6, "norm_eps": 1e-5}
+META_CONFIG = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1}
+META_CONFIG |= {"multiple_of": 4, "ffn_dim_multiplier": 0.56, "norm_eps": 1e-5}
 LAYOUTS = ("one file", "shards", "tied", "meta")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ODD: list[Any] = [
@@ -239,7 +227,7 @@ def stored_tensors(folder: Path, layout: str) -> dict[str, Tensor]:
             part = bytearray(data[end + first : end + last])
             tensor = torch.frombuffer(part, dtype=DTYPES[entry["dtype"]]).reshape(entry["shape"])
             if layout == "meta" and re.search(r"\.[qk]_proj", ours):
-                tensor = rearrange(tensor, "(h d pair) m -> (h pair d) m", pair=2, d=2)
+                tensor = rearrange(tensor, "(h d pair) m -> (h pair d) m", pair=2, d=4)
             found[ours] = tensor
     return found
 

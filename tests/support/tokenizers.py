@@ -17,6 +17,7 @@ TEXT = (
 )
 
 
+KINDS = ["sentencepiece", "llama2", "llama3", "qwen"]  # the fixtures of checkpoint/conftest.py
 LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|eot_id|>"]
 
 

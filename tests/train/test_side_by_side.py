@@ -156,7 +156,7 @@ def test_a_placement_is_its_formula(variant):
     for norm in norms:  # each its own weight, so that none can stand for another
         nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
     block.attention, block.ffn = Sine(), Cosine()
-    x = torch.randn(2, 3, 48, generator=generator)
+    x = torch.randn(2, 3, CONFIG.hidden_size, generator=generator)
     assert torch.equal(block(x, None, None, None, None), expected(variant, x, norms))
     qk = isinstance(model.blocks[1].attention.q_norm, RMSNorm)
     assert qk == (variant == "OLMo 2")
@@ -174,7 +174,7 @@ def test_the_variants_of_a_seed_have_equal_matrices():
         assert all(torch.equal(state[name], states["none"][name]) for name in state)
     assert states["none"]["embed.weight"].std().item() == pytest.approx(1, abs=0.05)
     wide = states["none"]["blocks.1.ffn.down_proj.weight"]
-    assert wide.std().item() == pytest.approx(80**-0.5, rel=0.05)
+    assert wide.std().item() == pytest.approx(CONFIG.intermediate_size**-0.5, rel=0.05)
     assert "lm_head.weight" in states["none"]
 
 
