@@ -25,8 +25,8 @@ from ..generation import generate
 from ..model import Attend, Llama
 from ..speed import fast_model
 from .norm import bench_norms
-from .shapes import random_model, shape_config
-from .ways import synchronize
+from .shapes import SHAPES, random_model, shape_config
+from .ways import as_transformers, synchronize, through_transformers
 
 SPEED = {  # the options of the benchmark, and its seconds
     "1.1B, batch 1": ("--shape tinyllama-1.1b --prompt-tokens 4096 --new-tokens 64", 80),
@@ -34,6 +34,7 @@ SPEED = {  # the options of the benchmark, and its seconds
     "8B, batch 1": ("--shape llama-3.1-8b --prompt-tokens 512 --new-tokens 48", 100),
 }
 COMMON = "--compile --against transformers --runs 2 --json"
+IDS = 64
 LENGTHS = (2, 31, 32, 33, 65, 129, 513, 4097)
 
 
@@ -58,20 +59,31 @@ def small(device: torch.device, positions: int = 1024) -> Llama:
 
 
 def same_ids(device: torch.device) -> dict[str, Any]:
-    """Greedy ids on the CPU, on the device, and of the fast form there: how many agree, of 64."""
+    """Greedy ids on the CPU, on the device, of the fast form there and of transformers there: how many are
+    those of the CPU.
+    """
     own = small(torch.device("cpu"))
     there = small(torch.device("cpu")).to(device)
     prompt = [[*range(1, 20)]]
-    texts = [generate(m, prompt, 64, stop_ids=())[0] for m in (own, there, fast_model(there))]
-    agree = [sum(a == b for a, b in zip(texts[0], text, strict=True)) for text in texts[1:]]
-    return {"device": agree[0], "fast": agree[1], "of": 64}
+    first, *others = (
+        generate(m, prompt, IDS, stop_ids=())[0] for m in (own, there, fast_model(there))
+    )
+    reference = as_transformers(SHAPES["stories"] | {"max_position_embeddings": 1024}, there)
+    reference.generation_config.eos_token_id = None
+    tokens = torch.tensor(prompt, dtype=torch.long, device=device)
+    others.append(through_transformers(reference, tokens, IDS, None).ids[0].tolist())
+    agree = [sum(a == b for a, b in zip(first, text, strict=True)) for text in others]
+    return dict(zip(("device", "fast", "transformers"), agree, strict=True)) | {"of": IDS}
 
 
 @torch.inference_mode()
 def replay(device: torch.device) -> dict[str, Any]:
-    """The fast form's steps around 256 positions, two caches taking turns, beside the plain ones."""
+    """The fast form's steps around 256 positions, two caches taking turns, beside the plain ones; and, bit
+    for bit, a replay beside the step that was captured.
+    """
     model = small(device)
-    fast, worst = fast_model(model), 0.0
+    fast, worst, compared, same = fast_model(model), 0.0, 0, 0
+    uncaptured: Any = getattr(fast, "uncaptured", None)  # on a CPU nothing is captured
     tokens = torch.arange(1, 265, dtype=torch.long, device=device)[None]
     caches = {
         name: [KVCache.for_model(model, 1, 300) for _ in range(2)] for name in ("plain", "fast")
@@ -83,8 +95,13 @@ def replay(device: torch.device) -> dict[str, Any]:
         for n in range(2):
             token = tokens[:, 253 + step + n :][:, :1]
             plain = model(token, cache=caches["plain"][n])
-            worst = max(worst, relative(fast(token, cache=caches["fast"][n]), plain))
-    return {"largest difference, of the largest logit": worst}
+            replayed = fast(token, cache=caches["fast"][n])
+            worst = max(worst, relative(replayed, plain))
+            if uncaptured is not None:
+                compared += 1
+                same += torch.equal(replayed, uncaptured(caches["fast"][n]))
+    bits = {"replays": compared, "of these the same bits as uncaptured": same}
+    return {"largest difference, of the largest logit": worst, **bits}
 
 
 def relative(x: Tensor, reference: Tensor) -> float:
@@ -120,7 +137,7 @@ def memory(device: torch.device) -> dict[str, Any]:
     """Bytes allocated after the second and the last of 20 generations."""
     fast, held = fast_model(small(device)), []
     for _ in range(20):
-        generate(fast, [[1, 2, 3]], 40, stop_ids=())
+        generate(fast, [[1, 2, 3]], IDS, stop_ids=())
         synchronize(device)
         held.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
     return {"grown by": held[-1] - held[1], "bytes": held[-1]}
@@ -131,9 +148,10 @@ def attend(device: torch.device) -> dict[str, Any]:
     """One query over keys of many lengths in bfloat16, beside float64; microseconds of the first call."""
     results = {}
     for s in LENGTHS:
-        generator = torch.Generator(device).manual_seed(s)
-        draw = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=generator)
-        q, k, v = draw(1, 32, 1, 128), draw(1, 8, s, 128), draw(1, 8, s, 128)
+        generator = torch.Generator("cpu").manual_seed(s)
+        draw = partial(torch.randn, device="cpu", dtype=torch.bfloat16, generator=generator)
+        sizes = ((1, 32, 1, 128), (1, 8, s, 128), (1, 8, s, 128))
+        q, k, v = (draw(size).to(device) for size in sizes)
         synchronize(device)
         began = time.perf_counter()
         heads = Attend()(q, k, v, None)
