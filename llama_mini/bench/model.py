@@ -100,7 +100,7 @@ def bench_model(options: argparse.Namespace) -> dict[str, Any]:
 
     memory, load = {"before": peak_memory(device)}, None
     if options.shape is None:
-        require_memory(checkpoint, device, dtype, b * t, b * n)
+        require_memory(checkpoint, device, dtype, b * t, b * n, graphs=options.compile)
         model, load = measure_load(checkpoint, device, dtype, options.runs)
     else:
         model = random_model(config, device, dtype)

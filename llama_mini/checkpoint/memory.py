@@ -22,13 +22,15 @@ def require_memory(
     new_tokens: int = 0,
     all_logits: bool = False,
     share: float = 1.0,
+    graphs: bool = False,
 ) -> None:
     """Raise a `ValueError` with the bytes needed and at hand unless these fit: the weights in `dtype`
     (None: the embedding's), keys and values of all tokens, the prompt's widest activations, logits.
 
     Weights that stay mapped to their file count nothing: the system may drop their pages and read
     them again, so a model larger than the memory still runs, at the pace of the disk. `share` of
-    the model is what this memory is to hold. Where the system does not say what is at hand, nothing is
+    the model is what this memory is to hold. With `graphs`, a GPU's fast form holds a static cache, which
+    takes over what the cache has. Where the system does not say what is at hand, nothing is
     refused.
     """
     checkpoint = open_checkpoint(source)
@@ -40,6 +42,11 @@ def require_memory(
         if device.type != "cpu" or DTYPES.get(tensor.dtype) != dtype or moved:
             weights += math.prod(tensor.shape) * dtype.itemsize
     cache = cache_bytes(config, 1, prompt_tokens + new_tokens, dtype)
+    if (
+        graphs and device.type == "cuda"
+    ):  # a quarter longer at most, or 256, and a little (speed/graphs.py)
+        longer = (prompt_tokens + new_tokens) * 5 // 4 + 256 + 16
+        cache += cache_bytes(config, 1, longer, dtype)
     ffn = 3 * prompt_tokens * config.intermediate_size * dtype.itemsize  # up, silu(gate), product
     logits = (prompt_tokens if all_logits else 1) * config.vocab_size * 4  # float32, to sample from
     needed, at_hand = int(share * (weights + cache + ffn)) + logits, bytes_at_hand(device)

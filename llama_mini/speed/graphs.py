@@ -211,8 +211,10 @@ class GraphLlama(Llama):
         if fitting:
             arena = min(fitting, key=lambda each: each.longest)
         else:
-            for old in free[: max(0, len(free) + 1 - KEPT)]:
-                self.arenas.remove(old)
+            # What was outgrown serves nobody whom the new one does not.
+            others = [each for each in free if each.batch != cache.batch]
+            kept = [*in_use, *others[1 - KEPT :]]
+            self.arenas = [each for each in self.arenas if each in kept]
             arena = Arena(cache.keys, cache.batch, span_of(cache.capacity))
             self.arenas.append(arena)
         s = cache.length

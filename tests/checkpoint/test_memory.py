@@ -67,6 +67,9 @@ def test_weights_cache_and_logits_are_counted(checkpoint, monkeypatch):
         assert needed(monkeypatch, checkpoint, device, dtype, 3, 2) == expected
     share = needed(monkeypatch, checkpoint, CPU, torch.float32, 3, 2, share=0.5)
     assert share == 2 * (parameters + five) + logits
+    static = needed(monkeypatch, checkpoint, GPU, torch.float32, 3, 2, graphs=True)
+    assert static == 4 * (parameters + five + 2 * 2 * 2 * 8 * (6 + 256 + 16)) + logits
+    assert static >= needed(monkeypatch, checkpoint, GPU, torch.float32, 3, 2, graphs=False)
     every = needed(monkeypatch, checkpoint, CPU, torch.float32, 3, 2, all_logits=True)
     assert every == 4 * (parameters + five) + 3 * logits
 
