@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 
@@ -114,15 +114,15 @@ class Interruptible:
 
     def __init__(self) -> None:
         self._armed = False
+        self._before: Any = None
 
     def __enter__(self) -> "Interruptible":
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is not signal.SIG_IGN and _in_main_thread():
-            signal.signal(signal.SIGINT, self._handle)
+        if _in_main_thread() and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
+            self._before = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if _in_main_thread():
+        if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
     def attempt(self, act: Callable[[], T], otherwise: D) -> T | D:
@@ -139,9 +139,8 @@ class Interruptible:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._armed:
-            self._armed = (
-                False  # one press, one end: the next may come while this one is cleared away
-            )
+            # One press, one end: the next may come while this one is still being cleared away.
+            self._armed = False
             raise KeyboardInterrupt
 
 

@@ -94,11 +94,10 @@ def stream(
     A prompt ends with the first of `stop_ids` (yielded too; None: the checkpoint's own, (): none)
     or at `max_new_tokens` (None: at the end of the context). Ids from `vocab_size` on (rows that
     only pad the embedding) are never drawn. `agree` makes of the drawn ids (b,), NONE where none can
-    be drawn, those that all processes take that run one model together (ranks.py), as a tensor and as
-    a list. `cache` holds the first
-    positions of the prompts, which are not computed again, and grows with the text. A `ValueError`,
-    before any work, for prompts that are empty, hold other ids than the model's, or do not fit its
-    context together with the new tokens.
+    be drawn, those that all processes take that run one model together (speed/ranks.py), as a tensor
+    and as a list. `cache` holds the first positions of the prompts, which are not computed again, and
+    grows with the text. A `ValueError`, before any work, for prompts that are empty, hold other ids than
+    the model's, or do not fit its context together with the new tokens.
     """
     require_sampling(temperature, top_k, top_p)
     prompts = _lists(prompts)
