@@ -135,6 +135,7 @@ def test_a_block_takes_few_kernels(interpreted):
     counts = {
         "grouped, untied": A_BLOCK * 2,
         "every head its own, three blocks": (A_BLOCK + 1) * 3,
+        "QK-norm, tied": (A_BLOCK + 2) * 2,
         "scaled angles, odd sizes": A_BLOCK * 2,
         "bfloat16": A_BLOCK * 2,
     }
