@@ -15,7 +15,7 @@ from typing import Any
 from ..config import short
 from .opening import Checkpoint, open_checkpoint
 from .tokenizer_base import Span, Tokenizer
-from .untrusted import is_there
+from .untrusted import is_there, utf8
 
 TEMPLATE_BYTES = 2**20  # real ones have some thousands
 SECONDS = 5  # of the processor; real templates take milliseconds
@@ -107,10 +107,7 @@ def _read_template(checkpoint: Checkpoint) -> tuple[Path, str]:
 def _read_jinja(path: Path) -> str:
     if path.stat().st_size > TEMPLATE_BYTES:
         raise ValueError(f"{path} is longer than {TEMPLATE_BYTES} bytes: it is no chat template")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
+    return utf8(path, path.read_bytes())
 
 
 def render(

@@ -7,22 +7,16 @@ from typing import NamedTuple
 import torch
 
 from ..config import short, shown
-from .hub import INDEX
+from .hub import INDEX, META_FILES
 from .names import translate_all
-from .untrusted import Entry, is_there, read_header, read_weight_map, said
+from .untrusted import Entry, is_there, read_header, read_weight_map, said, some
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Tables that follow from the config, and that rope.py and model.py make anew.
 RECOMPUTED = re.compile(
     r"(.*\.)?(rotary_emb\.(.*_)?(inv_freq|cos_cached|sin_cached|seq_len_cached|cos|sin)|rope\.freqs|freqs_(cis|cos|sin)|"
     r"causal_mask|masked_bias|position_ids)"
 )
-META_FILES = ("consolidated.00.safetensors", "consolidated.safetensors")  # Meta's, and Mistral's
 # Files of a training run that hold no weights.
 TRAINING = {"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"}
 
@@ -118,10 +112,7 @@ def _weight_files(folder: Path, meta: bool) -> tuple[list[Path], dict[str, str]]
     except ValueError as error:
         raise ValueError(f"{path} names a file that is none: {said(error)}") from None
     if gone:
-        more = f" and {len(gone) - 20} more" if len(gone) > 20 else ""
-        raise FileNotFoundError(
-            f"{path} names files that are not there: {', '.join(gone[:20])}{more}"
-        )
+        raise FileNotFoundError(f"{path} names files that are not there: {some(gone)}")
     return files, index
 
 

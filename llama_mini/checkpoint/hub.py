@@ -10,21 +10,15 @@ from pathlib import Path
 
 from .untrusted import read_weight_map
 
-SMALL_FILES = [
-    "config.json",
-    "generation_config.json",
-    "params.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "additional_chat_templates/default.jinja",
-]
+CONFIGS = ["config.json", "params.json"]
+# What may stand beside the config and the weights: the tokenizer, the chat template, the stop ids.
+SETTINGS = (
+    "generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
+    "added_tokens.json vocab.json merges.txt chat_template.jinja additional_chat_templates/default.jinja"
+).split()
+SMALL_FILES = CONFIGS + SETTINGS
 INDEX = "model.safetensors.index.json"
+META_FILES = ("consolidated.00.safetensors", "consolidated.safetensors")  # Meta's, and Mistral's
 
 
 def find(folder_or_hub_id: str | Path) -> tuple[Path, str | None]:
@@ -52,25 +46,19 @@ def find(folder_or_hub_id: str | Path) -> tuple[Path, str | None]:
 
 def fetch_weights(hub_id: str, folder: Path) -> None:
     """Fetch the weights beside the files that `find` fetched: `model.safetensors`, else the shards that
-    the index names, else `consolidated.00.safetensors` or `consolidated.safetensors` beside a
-    `params.json`.
+    the index names, else one of META_FILES beside a `params.json`.
 
     Raises ValueError for a model that holds no safetensors weights, and as `find` does.
     """
     commit = folder.name  # what is fetched next belongs to what was fetched first
-    _fetch(hub_id, [*SMALL_FILES, "model.safetensors"], commit)
-    if (folder / "model.safetensors").is_file():
-        return
-    _fetch(hub_id, [*SMALL_FILES, INDEX], commit)
-    if (folder / INDEX).is_file():
-        shards = sorted(set(read_weight_map(folder / INDEX).values()))
-        _fetch(hub_id, SMALL_FILES + shards, commit)
-        return
-    if (folder / "params.json").is_file() and not (folder / "config.json").is_file():
-        for name in ("consolidated.00.safetensors", "consolidated.safetensors"):
-            _fetch(hub_id, [*SMALL_FILES, name], commit)
-            if (folder / name).is_file():
-                return
+    meta = (folder / "params.json").is_file() and not (folder / "config.json").is_file()
+    for name in ("model.safetensors", INDEX, *(META_FILES if meta else ())):
+        _fetch(hub_id, [*SMALL_FILES, name], commit)
+        if (folder / name).is_file():
+            if name == INDEX:
+                shards = sorted(set(read_weight_map(folder / INDEX).values()))
+                _fetch(hub_id, SMALL_FILES + shards, commit)
+            return
     raise ValueError(
         f"{hub_id} has no weights in safetensors (model.safetensors or {INDEX}); PyTorch pickles "
         "(.bin, .pth) can run code and are not read: convert it with transformers' save_pretrained"

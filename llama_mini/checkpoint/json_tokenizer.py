@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,14 +200,7 @@ def _state(part: Any) -> dict[str, Any]:
 
 def _flags(token: "tokenizers.AddedToken") -> AddedToken:
     """A token of the library, with its own flags."""
-    return AddedToken(
-        token.content,
-        token.lstrip,
-        token.rstrip,
-        token.single_word,
-        token.normalized,
-        token.special,
-    )
+    return AddedToken(**{field.name: getattr(token, field.name) for field in fields(AddedToken)})
 
 
 def _library_token(token: AddedToken) -> "tokenizers.AddedToken":

@@ -42,15 +42,7 @@ def from_params(given: dict[str, Any]) -> LlamaConfig:
         raise ValueError(
             f"{listed(given, unknown)}: not known in params.json, and may change the output"
         )
-    for key in (
-        "dim",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "multiple_of",
-        "hidden_dim",
-        "head_dim",
-    ):
+    for key in "dim n_layers n_heads n_kv_heads multiple_of hidden_dim head_dim".split():
         require_positive(key, given.get(key, 256), int)
     multiple, multiplier = given.get("multiple_of", 256), given.get("ffn_dim_multiplier", 1.0)
     require_positive("ffn_dim_multiplier", multiplier, int, float)

@@ -44,6 +44,11 @@ def translate(name: str, table: dict[str, str]) -> str | None:
     return there.replace(".N.", block[0]) if block else there
 
 
+def in_any_block(name: str) -> str:
+    """The name as tables have it, with N for the number of its block."""
+    return re.sub(r"\.[0-9]+\.", ".N.", name, count=1)
+
+
 def inverse(table: dict[str, str]) -> dict[str, str]:
     """The table for `translate` in the other direction."""
     return {theirs: ours for ours, theirs in table.items()}

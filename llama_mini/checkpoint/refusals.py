@@ -127,16 +127,14 @@ def refuse(given: dict[str, Any], family: Family) -> None:
             )
     # Llama's class reads neither, and would give these weights rotary positions that they never had.
     given = {key: value for key, value in given.items() if key not in family.keys}
-    no_rope = given.get("no_rope_layers", [])
-    if not isinstance(no_rope, list) or 0 in no_rope:
-        raise ValueError(
-            f"no_rope_layers is {short(no_rope)}: blocks without rotary positions are not supported"
-        )
-    if "no_rope_layer_interval" in given and not no_rope:
-        raise ValueError(
-            f"no_rope_layer_interval is {short(given['no_rope_layer_interval'])}: blocks without "
-            "rotary positions are not supported"
-        )
+    layers, key = given.get("no_rope_layers", []), "no_rope_layers"
+    if not layers and "no_rope_layer_interval" in given:
+        key = "no_rope_layer_interval"
+    elif isinstance(layers, list) and 0 not in layers:
+        return
+    raise ValueError(
+        f"{key} is {short(given[key])}: blocks without rotary positions are not supported"
+    )
 
 
 def unread(given: dict[str, Any], family: Family) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -21,8 +20,9 @@ from ..placements import FAMILIES, Family
 from ..placements.keys import ROPE_KEYS
 from .configs import parse_config
 from .files import replace, write_bytes
-from .headers import DTYPES, INDEX
-from .names import translate
+from .headers import DTYPES
+from .hub import INDEX, SETTINGS
+from .names import in_any_block, translate
 from .opening import GENERATION, Checkpoint, open_checkpoint
 from .tokenizer import load_tokenizer
 from .untrusted import is_there
@@ -30,18 +30,6 @@ from .weights import NoInit
 
 SHARD_BYTES = 5 * 10**9
 SHARD_TENSORS = 4000  # a header with more could be longer than the loader reads
-# What goes over from the folder of the tokenizer as it is.
-COPIED = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    GENERATION,
-)
 
 
 def save_model(model: Llama, folder: str | Path, tokenizer_from: str | Path | Checkpoint) -> None:
@@ -61,7 +49,7 @@ def save_model(model: Llama, folder: str | Path, tokenizer_from: str | Path | Ch
         raise ValueError(f"{source.folder}: its tokenizer has {size} ids, and the model {rows}")
     files = {
         name: (source.folder / name).read_bytes()
-        for name in COPIED
+        for name in SETTINGS
         if is_there(source.folder / name)
     }
     ends: dict[str, Any] = {k: config[k] for k in ("bos_token_id", "eos_token_id") if k in config}
@@ -80,16 +68,11 @@ def save_model(model: Llama, folder: str | Path, tokenizer_from: str | Path | Ch
         raise
 
 
-def write_model(
-    folder: Path,
-    tensors: list[tuple[str, Tensor]],
-    files: dict[str, bytes],
-    shard_bytes: int | None = None,
-) -> None:
+def write_model(folder: Path, tensors: list[tuple[str, Tensor]], files: dict[str, bytes]) -> None:
     """Put tensors, by the names of their files, and other files into a folder, each file whole or not
     at all; `config.json`, by which a folder is known to be a checkpoint, comes last.
     """
-    shards = plan(tensors, SHARD_BYTES if shard_bytes is None else shard_bytes)
+    shards = plan(tensors, SHARD_BYTES)
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -101,6 +84,7 @@ def write_model(
         size = sum(tensor.nbytes for _, tensor in tensors)
         files = {INDEX: as_json({"metadata": {"total_size": size}, "weight_map": index}), **files}
     for name in sorted(files, key=lambda name: name == "config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
         write_bytes(folder / name, files[name])
 
 
@@ -140,11 +124,8 @@ def describe(model: Llama, source: Checkpoint) -> tuple[dict[str, Any], list[tup
 
 def dtype_name(model: Llama, family: Family) -> str:
     """The dtype of all parameters, but for those that the family keeps in float32."""
-    dtypes = {
-        p.dtype
-        for name, p in model.named_parameters()
-        if re.sub(r"\.[0-9]+\.", ".N.", name, count=1) not in family.float32
-    }
+    named = model.named_parameters()
+    dtypes = {p.dtype for name, p in named if in_any_block(name) not in family.float32}
     names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no weights to save")

@@ -65,8 +65,7 @@ class Said(str):
         return self._from(0, super().rstrip(*which))
 
     def removeprefix(self, prefix: str) -> str:
-        text = super().removeprefix(prefix)
-        return self._from(len(self) - len(text), text)
+        return self[len(prefix) :] if self.startswith(prefix) else self
 
     def removesuffix(self, suffix: str) -> str:
         return self._from(0, super().removesuffix(suffix))
@@ -207,12 +206,9 @@ class Keeper:
             if said_in(value):  # in what cannot be made anew
                 raise TypeError
             return value
-        return "".join(
-            self._opens + str.__getitem__(value, slice(*part.span())) + self._closes
-            if part[0][0]
-            else str.__getitem__(value, slice(*part.span()))
-            for part in re.finditer(b"\0+|\1+", value._mask)
-        )
+        text, runs = str.__str__(value), re.finditer(b"\0+|\1+", value._mask)
+        parts = ((text[slice(*run.span())], run[0][0]) for run in runs)
+        return "".join(self._opens + p + self._closes if said else p for p, said in parts)
 
 
 def render(
@@ -297,12 +293,12 @@ def render(
         extensions=[Generation, jinja2.ext.loopcontrols],
         finalize=written,
     )
-    environment.filters["tojson"] = tojson
 
     def kept(f: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(f)(lambda *args, **kwargs: keeper.call(f, args, kwargs))
 
-    environment.filters = {name: kept(f) for name, f in environment.filters.items()}
+    known = environment.filters | {"tojson": tojson}
+    environment.filters = {name: kept(f) for name, f in known.items()}
     environment.filters |= {"~": glue, "join": join_filter, "indent": indent}
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

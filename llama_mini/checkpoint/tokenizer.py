@@ -10,17 +10,10 @@ from .sentencepiece_tokenizer import SentencePieceTokenizer
 from .token_settings import TokenSettings
 from .tokenizer_base import Tokenizer
 from .tokenizer_file import read_file, read_values
-from .untrusted import is_there
+from .untrusted import is_there, utf8
 
 # Tokenizers of Mistral, of Qwen before tokenizer.json, of BERT and T5.
-OTHERS = (
-    "tek*.json",
-    "tokenizer.model.v*",
-    "*.tiktoken",
-    "tiktoken.model",
-    "vocab.txt",
-    "spiece.model",
-)
+OTHERS = "tek*.json tokenizer.model.v* *.tiktoken tiktoken.model vocab.txt spiece.model".split()
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -60,10 +53,7 @@ def _gpt2(folder: Path, settings: TokenSettings) -> Tokenizer:
             "GPT2Tokenizer is read from them: put the model's tokenizer.json beside them, or make it with "
             "transformers' AutoTokenizer and save_pretrained"
         )
-    try:
-        lines = read_file(folder / "merges.txt").decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{folder / 'merges.txt'} is not text in UTF-8 ({error})") from None
+    lines = utf8(folder / "merges.txt", read_file(folder / "merges.txt")).splitlines()
     merges = [line for line in lines if line.strip() and not line.startswith("#version")]
     bytes_of_words: dict[str, Any] = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
     bytes_of_words["add_prefix_space"] = bool(settings.prefix_space)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +28,23 @@ def said(error: object) -> str:
     return text if len(text) <= 400 else text[:397] + "..."
 
 
+def some(texts: Sequence[str], most: int = 20, between: str = ", ") -> str:
+    """The first `most` of the texts and how many more there are, as they go into a message of one line."""
+    what = between.join(texts[:most])
+    return what if len(texts) <= most else f"{what} and {len(texts) - most} more"
+
+
 def listed(given: dict[str, Any], names: list[str]) -> str:
-    """Some of the keys with their values, as they go into a message of one line."""
-    what = ", ".join(f"{shown(name)} is {short(given[name])}" for name in names[:20])
-    return what if len(names) <= 20 else f"{what} and {len(names) - 20} more"
+    """Some of the keys with their values."""
+    return some([f"{shown(name)} is {short(given[name])}" for name in names])
+
+
+def utf8(path: Path, data: bytes) -> str:
+    """The text in a file that holds `data`; a `ValueError` that names it where that is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
 
 
 def is_there(path: Path) -> bool:
@@ -46,13 +60,10 @@ def is_there(path: Path) -> bool:
         there = os.path.lexists(path)
     except OSError as error:  # no permission, a name too long
         raise ValueError(f"{path} cannot be opened: {error.strerror}") from None
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link that leads to no file")
     if there:
-        what = (
-            "a link that leads to no file"
-            if path.is_symlink()
-            else "no file but a folder or device"
-        )
-        raise ValueError(f"{path} is {what}")
+        raise ValueError(f"{path} is no file but a folder or device")
     return False
 
 
@@ -95,18 +106,8 @@ class Entry(NamedTuple):
 
 
 # Bytes of a number. A tensor of another type is named with its type, and not read.
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 def read_header(file: Path) -> dict[str, Entry]:

@@ -19,9 +19,9 @@ from ..config import LlamaConfig, short
 from ..model import Llama
 from ..placements.family import Family
 from .headers import DTYPES, INDEX, Stored
-from .names import TIED, translate
+from .names import TIED, in_any_block, translate
 from .opening import Checkpoint, open_checkpoint
-from .untrusted import said, unreadable
+from .untrusted import said, some, unreadable
 
 Part = Callable[[str, Tensor], Tensor]
 
@@ -80,10 +80,8 @@ def check_weights(model: Llama, checkpoint: Checkpoint) -> None:
             f"{tensor.file.name} holds {tensor.name} with {nans} NaN and {infinite} infinite"
         )
     if problems:
-        more = f"; and {len(problems) - 100} more" if len(problems) > 100 else ""
         raise ValueError(
-            f"{tensor.file.parent} has weights that are no numbers in {weight.dtype}: "
-            f"{'; '.join(_fold(problems)[:100])}{more}"
+            f"{tensor.file.parent} has weights that are not finite in {weight.dtype}: {_fold(problems)}"
         )
 
 
@@ -146,9 +144,7 @@ def build(checkpoint: Checkpoint) -> Llama:
                 f"{translate(name, family.names) or name} {shape} is missing from {where}{untied}"
             )
     if problems:
-        problems = _fold(problems)
-        more = f"; and {len(problems) - 100} more" if len(problems) > 100 else ""
-        what = f"{'; '.join(problems[:100])}{more}"
+        what = _fold(problems)
         against = [config_name] + [INDEX] * ("the index" in what)
         raise ValueError(f"{folder} does not fit its {' and '.join(against)}: {what}")
     return model
@@ -215,7 +211,7 @@ def read_tensors(
         file = files.get(tensor.file) or files.setdefault(tensor.file, MappedFile(tensor.file))
         whole = file.tensor(tensor)
         wanted = part(name, whole) if part else whole
-        kept = re.sub(r"\.[0-9]+\.", ".N.", name, count=1) in family.float32
+        kept = in_any_block(name) in family.float32
         # Before the split: of a part of a transposed matrix, a copy in another dtype would be turned back.
         wanted = wanted.to(device, torch.float32 if kept else dtype)
         yield from (family.split(name, wanted, config) if family.split else {name: wanted}).items()
@@ -293,14 +289,15 @@ def tie(state: dict[str, nn.Parameter], stored: dict[str, Stored]) -> None:
     state.update(dict.fromkeys(TIED, one))
 
 
-def _fold(problems: list[str]) -> list[str]:
-    """The problems, in one entry where only the number of the block differs."""
+def _fold(problems: list[str]) -> str:
+    """Up to 100 problems in one line; those that differ only in the number of the block are one."""
     alike: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         before, *rest = re.split(r"(?<=layers\.)([0-9]+)(?=\.)", problem, maxsplit=1)
         number, after = rest or ("", "")
         alike.setdefault((before, after), []).append(number)
-    return [
+    folded = [
         before + (numbers[0] if len(numbers) == 1 else "{" + ",".join(numbers) + "}") + after
         for (before, after), numbers in alike.items()
     ]
+    return some(folded, 100, "; ")

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ..checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint, require_memory
+from ..checkpoint.hub import META_FILES
+from ..checkpoint.untrusted import utf8
 from ..cli import DEVICES, choose_device, run_command, table
 from ..config import shown
 from ..generation import require_prompts
@@ -61,7 +63,7 @@ def require_no_checkpoint(out: Path, checkpoint: Checkpoint) -> None:
     folder, weights = checkpoint.folder, {tensor.file for tensor in checkpoint.stored.values()}
     files = {path for path in folder.iterdir() if path.suffix != ".safetensors"} | weights
     same = out.exists() and any(out.samefile(file) for file in files if file.exists())
-    read = out.name in ("model.safetensors", "consolidated.00.safetensors")
+    read = out.name in ("model.safetensors", *META_FILES)
     if same or (read and out.parent.resolve() == folder.resolve()):
         raise ValueError(f"--out {out}: that is a file of the checkpoint {folder}; name another")
 
@@ -149,10 +151,7 @@ def perplexity_command(options: argparse.Namespace) -> None:
     file = Path(options.file)
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    try:
-        text = file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8: {error}") from None
+    text = utf8(file, file.read_bytes())
     checkpoint = open_checkpoint(options.model)
     window, stride = perplexity.sizes(checkpoint.config, options.window, options.stride)
     model, tokens = load(options, checkpoint, load_tokenizer(checkpoint).encode(text), window)

@@ -432,11 +432,12 @@ def test_a_process_of_its_own_gives_the_same_text(apart: None) -> None:
         SLOW("{{ '%999999999d' % 1 }}", "MemoryError|ValueError"),
         SLOW("{{ 'x' | center(10 ** 10) }}", "MemoryError"),
         SLOW("{{ [1] * 10 ** 9 }}", "MemoryError"),
-        ("{{ 9 ** (9 ** 9) }}", "takes more than 1 s"),
-        SLOW("{{ ('a b ' * 1000000) | wordwrap(1) }}", "takes more than 1 s"),
+        # 1 s of the processor, or 10 s of the clock, where others use the processor.
+        ("{{ 9 ** (9 ** 9) }}", "takes more than 10? s"),
+        SLOW("{{ ('a b ' * 1000000) | wordwrap(1) }}", "takes more than 10? s"),
         SLOW(
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "takes more than 1 s",
+            "takes more than 10? s",
         ),
     ],
 )

@@ -226,7 +226,7 @@ def test_more_problems_than_anyone_reads(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     extra = {f"w{n}": torch.zeros(1) for n in range(300)}
     save_file(weights | extra, folder / "model.safetensors")
-    refusal(folder, "w0 (1,), which is no part of this decoder", "; and 200 more")
+    refusal(folder, "w0 (1,), which is no part of this decoder", " and 200 more")
     own = {"AutoModelForCausalLM": "modeling_x.X"}
     change(folder / "config.json", auto_map=own, **{f"k{n}": n for n in range(300)})
     refusal(folder, "k0 is 0", "and 280 more")
@@ -331,7 +331,7 @@ def test_settings_that_are_almost_right(shards: Path, name: str, changes: dict[s
     refusal(shards, name)
 
 
-# Values: weights and logits that are no numbers
+# Values: weights and logits that are NaN or infinite
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -344,7 +344,7 @@ def test_check_names_the_tensor(folders: dict[str, Path], tmp_path: Path, layout
         name = next(name for name in weights if name.endswith(("v_proj.weight", "wv.weight")))
         weights[name].view(-1)[:3] = torch.tensor([math.nan, math.inf, -math.inf])
         save_file(weights, file)
-    with pytest.raises(ValueError, match="no numbers") as error:
+    with pytest.raises(ValueError, match=r"1 NaN and 2 inf") as error:
         check_weights(load_model(whole), open_checkpoint(whole))
     for file in files:
         assert f"{file.name} holds " in str(error.value)
@@ -363,7 +363,7 @@ def test_check_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[s
     assert cli.main([*arguments, "--dtype", "float16"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert f"no numbers in torch.float16: model.safetensors holds {Q} with 0 NaN and 1 inf" in err
+    assert f"torch.float16: model.safetensors holds {Q} with 0 NaN and 1 inf" in err
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -430,7 +430,8 @@ def test_prompts_that_are_odd_and_right(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prompt: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.encode() + b"\n")))
-    code = cli.main(["--model", str(folder), "--prompt", "-", "--max-new-tokens", "3"])
+    options = ["--max-new-tokens", "3", "--temperature", "0"]  # drawn, one in 50 is a stop id
+    code = cli.main(["--model", str(folder), "--prompt", "-", *options])
     out, err = capsys.readouterr()
     assert (code, err.count("\n")) == (0, 1)  # the note that the text was cut
     assert out.startswith(prompt)

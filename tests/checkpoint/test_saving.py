@@ -100,10 +100,13 @@ def test_tokenizer_json_template_and_generation_settings_come_along(checkpoint, 
     (source / "tokenizer.json").write_bytes((SHIPPED / "tokenizer.json").read_bytes())
     (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (source / "generation_config.json").write_text('{"eos_token_id": [2, 9], "temperature": 0.7}')
+    first = "additional_chat_templates/default.jinja"  # which is read before chat_template.jinja
+    (source / first).parent.mkdir()
+    (source / first).write_text("{{ messages[0].content }}!")
     big = made(dataclasses.replace(CONFIG)).config
     model = Llama(dataclasses.replace(big, vocab_size=4096, eos_token_id=(2, 9)))
     save_model(model, tmp_path / "saved", source)
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", first):
         assert (tmp_path / "saved" / name).read_bytes() == (source / name).read_bytes()
     assert not (tmp_path / "saved" / "tokenizer.model").exists()
     assert load_model(tmp_path / "saved").config.eos_token_id == (2, 9)

@@ -555,9 +555,10 @@ def test_a_trace_does_not_take_the_place_of_shards(
     index = {"weight_map": dict.fromkeys(load_file(shard), shard.name)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     options = ("record", "--model", folder, "--prompt", "The", "--names", "embed", "--out")
-    for name in (shard.name, "model.safetensors"):  # the second would be read before the shards
+    read_first = ("model.safetensors", "consolidated.safetensors", "consolidated.00.safetensors")
+    for name in (shard.name, *read_first):  # before the shards, or beside a params.json
         assert run(monkeypatch, *options, folder / name) == 1
-    assert not (folder / "model.safetensors").exists()
+    assert not any((folder / name).exists() for name in read_first)
 
 
 @pytest.mark.parametrize(
