@@ -45,20 +45,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     other.add_argument(
         "--evaluate", type=Path, metavar="FOLDER", help="only measure a checkpoint's held-out loss"
     )
-    other.add_argument(
-        "--compare-norms",
-        dest="comparison",
-        action="store_const",
-        const=NORMS,
-        help="other norms, smaller by default; a table and a picture",
-    )
-    other.add_argument(
-        "--compare-placements",
-        dest="comparison",
-        action="store_const",
-        const=PLACEMENTS,
-        help="norms in other places, smaller by default; a table and a picture",
-    )
+    for comparison, what in ((NORMS, "other norms"), (PLACEMENTS, "norms in other places")):
+        other.add_argument(
+            f"--compare-{comparison.name}",
+            dest="comparison",
+            action="store_const",
+            const=comparison,
+            help=f"{what}, smaller by default; a table and a picture",
+        )
     other.add_argument(
         "--gradients",
         action="store_true",

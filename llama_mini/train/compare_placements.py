@@ -4,11 +4,11 @@ f is attention, then the FFN; N is a norm of its own at each place.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..cache import BlockCache
 from ..config import LlamaConfig
 from ..model import Block, Llama, RMSNorm
 from .recipe import Recipe
@@ -36,10 +36,8 @@ class PostNorm(Placed):
 
     places = ("attention_out", "ffn_out")
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
-    ) -> Tensor:
-        x = self.attention_out(x + self.attention(x, cos, sin, mask, cache))
+    def forward(self, x: Tensor, *how: Any) -> Tensor:
+        x = self.attention_out(x + self.attention(x, *how))
         return self.ffn_out(x + self.ffn(x))
 
 
@@ -48,10 +46,8 @@ class Sandwich(Placed):
 
     places = ("attention_in", "attention_out", "ffn_in", "ffn_out")
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
-    ) -> Tensor:
-        x = x + self.attention_out(self.attention(self.attention_in(x), cos, sin, mask, cache))
+    def forward(self, x: Tensor, *how: Any) -> Tensor:
+        x = x + self.attention_out(self.attention(self.attention_in(x), *how))
         return x + self.ffn_out(self.ffn(self.ffn_in(x)))
 
 
@@ -60,10 +56,8 @@ class Behind(Placed):
 
     places = ("attention_out", "ffn_out")
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
-    ) -> Tensor:
-        x = x + self.attention_out(self.attention(x, cos, sin, mask, cache))
+    def forward(self, x: Tensor, *how: Any) -> Tensor:
+        x = x + self.attention_out(self.attention(x, *how))
         return x + self.ffn_out(self.ffn(x))
 
 
@@ -72,20 +66,16 @@ class SideBySide(Placed):
 
     places = ("attention_in", "ffn_in")
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
-    ) -> Tensor:
-        delta = self.attention(self.attention_in(x), cos, sin, mask, cache)
+    def forward(self, x: Tensor, *how: Any) -> Tensor:
+        delta = self.attention(self.attention_in(x), *how)
         return x + delta + self.ffn(self.ffn_in(x))
 
 
 class NoNorm(Placed):
     """x = x + f(x)."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
-    ) -> Tensor:
-        x = x + self.attention(x, cos, sin, mask, cache)
+    def forward(self, x: Tensor, *how: Any) -> Tensor:
+        x = x + self.attention(x, *how)
         return x + self.ffn(x)
 
 
