@@ -45,6 +45,8 @@ def found(folder: Path, what: str, *given: str, interpret: bool = False) -> Any:
     """What tests/support/cuda_steps.py finds, in a process of its own."""
     if sys.platform != "linux":
         not_here("a GPU is only made believe on Linux")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built for CUDA, and has a device guard of its own")
     if not torch.__version__.startswith(TORCH):
         not_here(f"it uses names of torch {TORCH}'s own, and this is torch {torch.__version__}")
     require_compiler()
