@@ -19,14 +19,9 @@ from .evaluation import evaluate_folder
 from .tokenizer_json import tokenizer_json
 
 FILES = (
-    "README.md",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-)
+    "README.md config.json generation_config.json model.safetensors "
+    "tokenizer.json tokenizer.model tokenizer_config.json"
+).split()
 CARD = """\
 # {name}
 

@@ -102,11 +102,8 @@ def train(
         write_checkpoint(out, model, state["tokenizer"])
         parameters = sum(p.numel() for p in model.parameters())
         epoch = sum(len(window.ids) - window.first for window in data)
-        facts = {
-            "parameters": parameters,
-            "documents": len(kept),
-            "epochs": state["tokens"] / epoch,
-        }
+        epochs = state["tokens"] / epoch
+        facts = {"parameters": parameters, "documents": len(kept), "epochs": epochs}
         write_card(out, state, text.name, data_note, held, **facts)
         (out / STATE).unlink()
     return True

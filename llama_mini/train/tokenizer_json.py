@@ -23,23 +23,17 @@ def tokenizer_json(model: bytes) -> dict[str, Any]:
         for cut in range(1, len(piece))
         if piece[:cut] in plain and piece[cut:] in plain
     ]
+    exact = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     bos = names[pieces.bos_id()]
+    one, two = (
+        [{"SpecialToken": {"id": bos, "type_id": n}}, {"Sequence": {"id": text, "type_id": n}}]
+        for n, text in enumerate("AB")
+    )
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": i,
-                "content": names[i],
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for i in special
-        ],
+        "added_tokens": [{"id": i, "content": names[i], **exact, "special": True} for i in special],
         "normalizer": {
             "type": "Sequence",
             "normalizers": [
@@ -50,16 +44,8 @@ def tokenizer_json(model: bytes) -> dict[str, Any]:
         "pre_tokenizer": None,
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [
-                {"SpecialToken": {"id": bos, "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-            ],
-            "pair": [
-                {"SpecialToken": {"id": bos, "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-                {"SpecialToken": {"id": bos, "type_id": 1}},
-                {"Sequence": {"id": "B", "type_id": 1}},
-            ],
+            "single": one,
+            "pair": one + two,
             "special_tokens": {bos: {"id": bos, "ids": [pieces.bos_id()], "tokens": [bos]}},
         },
         "decoder": {
