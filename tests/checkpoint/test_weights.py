@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from llama_mini import Llama, load_model
-from llama_mini.checkpoint import parse_config
+from llama_mini.checkpoint import check_weights, open_checkpoint, parse_config
 from llama_mini.checkpoint.names import HUGGING_FACE, META, translate
 from tests.support.checkpoints import (
     EMBED,
@@ -154,6 +155,28 @@ def test_one_error_lists_what_is_wrong_in_every_shard(tmp_path):
     assert f"{names[0]} lacks {lost}, which the index names" in message
     assert f"{names[0]} holds {wrong} (3, 5), and the config says" in message
     assert f"{names[1]} holds model.layers.0.self_attn.q_proj.bias" in message
+
+
+def test_check_finds_minus_infinity_in_a_head_that_is_the_embedding_too(tmp_path):
+    weights = tensors(tie_word_embeddings=True)
+    weights[HEAD] = weights.pop(EMBED)
+    weights[HEAD][5, 3] = -torch.inf
+    write(tmp_path, weights, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=f"{HEAD} with 0 NaN and 1 infinite"):
+        check_weights(load_model(tmp_path), open_checkpoint(tmp_path))
+
+
+def test_rows_that_do_not_make_heads(tmp_path):
+    """Meta's q and k are put into another order, head by head, which 33 rows do not allow."""
+    values = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48}
+    values |= {"vocab_size": 64, "norm_eps": 1e-5}
+    (tmp_path / "params.json").write_text(json.dumps(values))
+    weights = {translate(n, META): w for n, w in Llama(parse_config(BASE)).state_dict().items()}
+    weights["layers.0.attention.wq.weight"] = torch.ones(33, 32)
+    save_file(weights, tmp_path / "consolidated.00.safetensors")
+    message = complaint(tmp_path)
+    assert "consolidated.00.safetensors holds layers.0.attention.wq.weight (33, 32)" in message
+    assert ";" not in message
 
 
 def test_alike_in_every_block_is_said_once(tmp_path):
