@@ -128,7 +128,15 @@ def run(options: argparse.Namespace) -> None:
         require_sampling(**settings)
         dtype, note = choose_dtype(options.dtype, ranks.device, checkpoint.config.dtype)
         room = STRIDE if new is None else new  # the cache grows with the text
-        require_memory(checkpoint, ranks.device, dtype, len(ids), room, share=ranks.share())
+        require_memory(
+            checkpoint,
+            ranks.device,
+            dtype,
+            len(ids),
+            room,
+            share=ranks.share(),
+            graphs=options.compile,
+        )
         if ranks.size > 1:
             same |= fingerprint(checkpoint)
             same |= {"prompt": ids, "options": (settings, new, dtype, options.stop)}
