@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
     seed = ranks.agree(torch.seed() if options.seed is None else options.seed)
     new = options.max_new_tokens
     with ranks.together() as same:
-        StopStrings(options.stop)
+        StopStrings(options.stop)  # refuses an empty one before anything is read
         require_seed(options.seed)
         checkpoint = open_checkpoint(options.model or shipped())
         tokenizer = load_tokenizer(checkpoint)
@@ -127,16 +127,9 @@ def run(options: argparse.Namespace) -> None:
         settings = SAMPLING | checkpoint.sampling() | options.sampling
         require_sampling(**settings)
         dtype, note = choose_dtype(options.dtype, ranks.device, checkpoint.config.dtype)
-        room = STRIDE if new is None else new  # the cache grows with the text
-        require_memory(
-            checkpoint,
-            ranks.device,
-            dtype,
-            len(ids),
-            room,
-            share=ranks.share(),
-            graphs=options.compile,
-        )
+        room = STRIDE if new is None else new  # without a limit the cache grows with the text
+        form = {"share": ranks.share(), "graphs": options.compile}
+        require_memory(checkpoint, ranks.device, dtype, len(ids), room, **form)
         if ranks.size > 1:
             same |= fingerprint(checkpoint)
             same |= {"prompt": ids, "options": (settings, new, dtype, options.stop)}
