@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     with ranks.together() as same:
         StopStrings(options.stop)  # refuses an empty one before anything is read
         require_seed(options.seed)
-        checkpoint = open_checkpoint(options.model or shipped())
+        checkpoint = open_checkpoint(shipped() if options.model is None else options.model)
         tokenizer = load_tokenizer(checkpoint)
         ids = prompt_ids(checkpoint, tokenizer, prompt, options.chat, options.system, new)
         settings = SAMPLING | checkpoint.sampling() | options.sampling

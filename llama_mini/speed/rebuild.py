@@ -36,12 +36,13 @@ def rebuilt(model: Model, layer: Callable[[nn.Module], nn.Module | None]) -> Mod
 
 def all_cores(model: Model) -> Model:
     """The model with the product of one token and each large weight on all cores of the CPU, bit for bit
-    the same (`ThreadedLinear`); on the same weights, and the model given stays as it is.
+    the same (`ThreadedLinear`); on the same weights, and the model given stays as it is. Layers on another
+    device are left alone.
     """
 
     def layer(module: nn.Module) -> nn.Module | None:
-        if type(module) is nn.Linear and module.bias is None:
-            return ThreadedLinear(module)
-        return None
+        if type(module) is not nn.Linear or module.bias is not None or not module.weight.is_cpu:
+            return None
+        return ThreadedLinear(module)
 
     return rebuilt(model, layer)

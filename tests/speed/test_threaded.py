@@ -138,6 +138,11 @@ def test_what_stays_whole(split, monkeypatch):
     assert (split, threaded.EXACT) == ([], {})
 
 
+def test_layers_on_another_device_are_left_alone():
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False, device="meta"), nn.Linear(4, 4, bias=False))
+    assert [type(layer) for layer in all_cores(layers)] == [nn.Linear, ThreadedLinear]
+
+
 def test_a_model_on_all_cores_writes_the_same_bits(split):
     plain = load_model(SHIPPED).float()
     before = torch.get_rng_state()
