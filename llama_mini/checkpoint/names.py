@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 
-from ..placements.llama import NAMES as HUGGING_FACE
+from ..placements.files import NAMES as HUGGING_FACE
 
 META = {
     "embed": "tok_embeddings",

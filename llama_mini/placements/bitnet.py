@@ -7,61 +7,49 @@ The norm keeps what is quantised next in a known range. Here the weights are pla
 files are refused.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
-from .. import model
-from .family import Family
+from .base import FamilyBlock, FamilyConfig
+from .family import family
+from .ffn import GLU
 from .files import llama_names
-from .keys import SHARED, read
-from .parts import ACTIVATIONS, GLU, Decoder, FamilyConfig
 
 
 class NormedLinear(nn.Linear):
     """A linear layer that reads its input through a norm."""
 
     def __init__(self, like: nn.Linear, norm: nn.Module) -> None:
-        super().__init__(like.in_features, like.out_features, bias=False)
+        super().__init__(like.in_features, like.out_features, like.bias is not None)
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
 
 
-class Block(model.Block):
+class Block(FamilyBlock):
+    ffn_class = GLU
+
     def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
         super().__init__(config, norm)
-        heads = self.attention.o_proj
+        heads, inner = self.attention.o_proj, self.ffn.get_submodule("down_proj")
+        assert isinstance(inner, nn.Linear)
         self.attention.o_proj = NormedLinear(heads, norm(heads.in_features, config.rms_norm_eps))
-        self.ffn = GLU(config, ACTIVATIONS[config.hidden_act])
-        inner = norm(config.intermediate_size, config.rms_norm_eps)
-        self.ffn.down_proj = NormedLinear(self.ffn.down_proj, inner)
+        self.ffn.down_proj = NormedLinear(inner, norm(inner.in_features, config.rms_norm_eps))
 
 
-class BitNet(Decoder):
-    def __init__(self, config: FamilyConfig) -> None:
-        super().__init__(config, model.RMSNorm, Block)
-
-
-READ = SHARED | {"attention_bias", "hidden_act"}
-
-
-def _config(given: dict[str, Any]) -> FamilyConfig:
-    return read(FamilyConfig, given, READ, theta=500000.0, rms_norm_eps=1e-5, hidden_act="relu2")
-
-
-FAMILY = Family(
-    model_type="bitnet",
-    architecture="BitNetForCausalLM",
-    model=BitNet,
-    config=_config,
-    keys=READ,
-    reads=frozenset(),
+FAMILY = family(
+    "bitnet",
+    "BitNetForCausalLM",
+    block=Block,
+    keys={"attention_bias", "hidden_act"},
+    reads=set(),
     names=llama_names(
         {
             "attention.o_proj.norm": "self_attn.attn_sub_norm",
             "ffn.down_proj.norm": "mlp.ffn_sub_norm",
         }
     ),
+    rope_theta=500000.0,
+    rms_norm_eps=1e-5,
+    hidden_act="relu2",
 )

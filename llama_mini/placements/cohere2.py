@@ -9,25 +9,25 @@ The blocks that see all keys know no positions: their heads do not turn.
 from typing import Any
 
 from . import cohere
-from .family import Family
-from .keys import FULL, PATTERN, read, read_pattern, read_windows, renamed, still
-
-READ = cohere.READ - {"qk_norm", "head_dim"}
+from .family import family
+from .keys import FULL, PATTERN, read_pattern, read_windows, still
 
 
-def _config(given: dict[str, Any]) -> cohere.CohereConfig:
-    kinds = still(read_windows(given, read_pattern(given, every=4)), FULL)
-    given = renamed(given, {"layer_norm_eps": "rms_norm_eps"})
-    return read(cohere.CohereConfig, given, READ, **cohere.DEFAULTS, **kinds)
+def kinds(given: dict[str, Any]) -> dict[str, Any]:
+    windows = still(read_windows(given, read_pattern(given, every=4)), FULL)
+    return {**windows, "head_dim": None}  # written, and not read
 
 
-FAMILY = Family(
-    model_type="cohere2",
-    architecture="Cohere2ForCausalLM",
-    model=cohere.Cohere,
-    config=_config,
-    keys=READ | PATTERN | {"head_dim", "layer_norm_eps", "sliding_window", "layer_types"},
-    reads=frozenset({"hidden_act"}),
-    names=cohere.NAMES,
-    nullable=frozenset({"sliding_window"}),
+FAMILY = family(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    *cohere.MODEL,
+    keys=PATTERN | {"attention_bias", "logit_scale", "sliding_window", "layer_types"},
+    renames={"layer_norm_eps": "rms_norm_eps"},
+    fields=kinds,
+    names=cohere.FAMILY.names,
+    nullable={"sliding_window"},
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
 )

@@ -6,56 +6,30 @@ x = x + ffn(norm(x))
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from .. import model
-from .family import Family
-from .keys import SHARED, read
-from .llama import NAMES
-from .parts import Decoder, FamilyConfig, rotate_interleaved
+from .attention import Interleaved
+from .base import FamilyBlock
+from .family import family
 
 
-class Attention(model.Attention):
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate_interleaved(x.float(), cos, sin).to(x.dtype)
+class Block(FamilyBlock):
+    attention_class = Interleaved
 
 
-class Block(model.Block):
-    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        self.attention = Attention(config, norm)
-
-
-class Ernie(Decoder):
-    def __init__(self, config: FamilyConfig) -> None:
-        super().__init__(config, model.RMSNorm, Block)
-
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return super().angles(positions, torch.float32)
-
-
-def _config(given: dict[str, Any]) -> FamilyConfig:
+def biases(given: dict[str, Any]) -> dict[str, Any]:
     bias = given.get("use_bias", False)
-    return read(
-        FamilyConfig,
-        given,
-        theta=500000.0,
-        head_dim=128,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        attention_bias=bias,
-        mlp_bias=bias,
-    )
+    return {"attention_bias": bias, "mlp_bias": bias}
 
 
-FAMILY = Family(
-    model_type="ernie4_5",
-    architecture="Ernie4_5ForCausalLM",
-    model=Ernie,
-    config=_config,
-    keys=SHARED | {"use_bias"},
-    reads=frozenset({"hidden_act"}),
-    names=NAMES,
+FAMILY = family(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    block=Block,
+    keys={"use_bias"},
+    fields=biases,
+    rope_theta=500000.0,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    float32_angles=True,
 )

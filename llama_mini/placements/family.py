@@ -1,13 +1,16 @@
 """What the loader has to know of a family of models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..config import LlamaConfig
-from ..model import Llama
+from ..config import SIZES, LlamaConfig
+from ..model import Llama, RMSNorm
+from .base import Decoder, FamilyBlock, FamilyConfig
+from .files import NAMES
+from .keys import SHARED, read, renamed
 
 Split = Callable[[str, Tensor, LlamaConfig], dict[str, Tensor]]
 
@@ -39,3 +42,53 @@ class Family:
     nullable: frozenset[str] = frozenset()
     float32: frozenset[str] = frozenset()
     constant: str = ""
+
+
+def family(
+    model_type: str,
+    architecture: str,
+    decoder: type[Llama] = Decoder,
+    norm: type[nn.Module] = RMSNorm,
+    block: type[nn.Module] = FamilyBlock,
+    config: type[LlamaConfig] = FamilyConfig,
+    *,
+    keys: Set[str] = frozenset(),
+    unshared: Set[str] = frozenset(),
+    required: tuple[str, ...] = (),
+    renames: dict[str, str] | None = None,
+    fields: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    names: dict[str, str] = NAMES,
+    split: Split | None = None,
+    reads: Set[str] = frozenset({"hidden_act"}),
+    nullable: Set[str] = frozenset(),
+    float32: Set[str] = frozenset(),
+    constant: str = "",
+    **defaults: Any,
+) -> Family:
+    """The record of a family whose models are decoder(config, norm, block).
+
+    Of config.json it reads `SHARED` without `unshared`, and `keys`; `required` are those that may not be
+    left out beside `SIZES`; `renames` are other names of some. `fields` makes of all of them what a config
+    says under other names. `defaults` are fields of the config where nothing else says them.
+    """
+    renames = renames or {}
+    read_keys = (SHARED - unshared) | keys | renames.keys()
+
+    def parse(given: dict[str, Any]) -> LlamaConfig:
+        given = renamed({key: given[key] for key in given if key in read_keys}, renames)
+        more = fields(given) if fields else {}
+        return read(config, given | more, read_keys | {*more}, (*SIZES, *required), **defaults)
+
+    return Family(
+        model_type,
+        architecture,
+        lambda values: decoder(values, norm, block),
+        parse,
+        frozenset(read_keys),
+        names,
+        split,
+        frozenset(reads),
+        frozenset(nullable),
+        frozenset(float32),
+        constant,
+    )

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from ..model import Llama, RMSNorm
-from . import FAMILIES, cohere, deepseek_v3, minimax, olmo, olmo2, parts
+from . import FAMILIES, experts, norms
 from .family import Family
 
 # What each class of norm is: over which numbers, its gain, and where it rounds to the stream's dtype.
 NORMS: dict[type[nn.Module], tuple[str, str, str]] = {
     RMSNorm: ("RMS", "w", "rounds, then w"),
-    parts.LateCastRMSNorm: ("RMS", "w", "w, then rounds"),
-    parts.OnePlusRMSNorm: ("RMS", "1 + w", "1 + w, then rounds"),
-    parts.BareRMSNorm: ("RMS", "none", "rounds"),
+    norms.LateCastRMSNorm: ("RMS", "w", "w, then rounds"),
+    norms.OnePlusRMSNorm: ("RMS", "1 + w", "1 + w, then rounds"),
+    norms.BareRMSNorm: ("RMS", "none", "rounds"),
     nn.LayerNorm: ("LayerNorm", "w, bias", "in torch's kernel"),
-    olmo.BareLayerNorm: ("LayerNorm", "none", "rounds"),
-    cohere.GainLayerNorm: ("LayerNorm", "w", "w, then rounds"),
+    norms.BareLayerNorm: ("LayerNorm", "none", "rounds"),
+    norms.GainLayerNorm: ("LayerNorm", "w", "w, then rounds"),
 }
 # The keys that every config here needs; sizes do not show in a formula.
 SIZES = {
@@ -182,7 +182,7 @@ def without_axes() -> Iterator[None]:
 
 
 ROOMS = (__package__, Llama.__module__)
-MIXTURES = (deepseek_v3.Experts, minimax.Experts)
+MIXTURES = (experts.GroupedExperts, experts.TopExperts)
 
 
 class Formulas(NamedTuple):
@@ -281,7 +281,7 @@ def inside(f: Formulas, model: Llama) -> str:
     if "latent_norm" in f.q:
         return "latents of q and of k, v"
     if re.search(r"rotate\(q_norm\(", f.q):
-        wide = isinstance(model.get_submodule("blocks.0.attention.q_norm"), olmo2.AllHeads)
+        wide = isinstance(model.get_submodule("blocks.0.attention.q_norm"), norms.AllHeads)
         return "q, k: all heads at once, then rotated" if wide else "q, k: each head, then rotated"
     if re.search(r"norm\(rotate\(", f.q):
         return "q, k: each head, rotated before"

@@ -9,27 +9,20 @@ Beside it: embeddings times sqrt(m), GELU in the gate, a tied head, heads of a s
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import model
-from ..config import SIZES
-from .family import Family
-from .keys import SHARED, read
-from .llama import NAMES
-from .parts import ACTIVATIONS, GLU, FamilyConfig, OnePlusRMSNorm, WindowConfig, Windowed
+from .base import FamilyBlock, WindowConfig, Windowed
+from .family import family
+from .ffn import GLU
+from .norms import OnePlusRMSNorm
 
 
-class Block(model.Block):
-    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        self.ffn = GLU(config, ACTIVATIONS[config.hidden_act])
+class Block(FamilyBlock):
+    ffn_class = GLU
 
 
 class Gemma(Windowed):
     """All blocks see all keys here; those of its successors, which build on this, are of two kinds."""
-
-    def __init__(self, config: WindowConfig, block: type[nn.Module] = Block) -> None:
-        super().__init__(config, OnePlusRMSNorm, block)
 
     def embedding(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -37,29 +30,28 @@ class Gemma(Windowed):
         return x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
 
 
-READ = SHARED | frozenset({"attention_bias", "hidden_act"})
+def tanh_form(given: dict[str, Any]) -> dict[str, Any]:
+    """The first configs said gelu, and meant its tanh form."""
+    return {"hidden_act": "gelu_pytorch_tanh"} if given.get("hidden_act") == "gelu" else {}
+
+
 # What the three Gemmas share.
 DEFAULTS: dict[str, Any] = {
-    "required": (*SIZES, "num_key_value_heads"),
+    "required": ("num_key_value_heads",),
     "head_dim": 256,
     "max_position_embeddings": 8192,
     "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
-
-
-def _config(given: dict[str, Any]) -> WindowConfig:
-    if given.get("hidden_act") == "gelu":  # as the first configs said, and meant the tanh form
-        given = {**given, "hidden_act": "gelu_pytorch_tanh"}
-    return read(WindowConfig, given, READ, layer_types=("full_attention",), **DEFAULTS)
-
-
-FAMILY = Family(
-    model_type="gemma",
-    architecture="GemmaForCausalLM",
-    model=Gemma,
-    config=_config,
-    keys=READ,
-    reads=frozenset({"use_bidirectional_attention"}),
-    names=NAMES,
+FAMILY = family(
+    "gemma",
+    "GemmaForCausalLM",
+    Gemma,
+    OnePlusRMSNorm,
+    Block,
+    WindowConfig,
+    keys={"attention_bias", "hidden_act"},
+    fields=tanh_form,
+    reads={"use_bidirectional_attention"},
+    **DEFAULTS,
 )

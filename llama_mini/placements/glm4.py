@@ -9,37 +9,27 @@ the norm in front of the FFN `post_attention_layernorm`, as Llama's do, and hold
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import glm
-from .family import Family
+from .family import family
 from .files import llama_names
-from .parts import FamilyConfig
 
 
 class Block(glm.Block):
-    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        self.post_attention_norm = norm(config.hidden_size, config.rms_norm_eps)
-        self.post_ffn_norm = norm(config.hidden_size, config.rms_norm_eps)
+    norms = ("pre_attention_norm", "post_attention_norm", "pre_ffn_norm", "post_ffn_norm")
 
     def forward(self, x: Tensor, *how: Any) -> Tensor:
         x = x + self.post_attention_norm(self.attention(self.pre_attention_norm(x), *how))
         return x + self.post_ffn_norm(self.ffn(self.pre_ffn_norm(x)))
 
 
-class Glm4(glm.Glm):
-    def __init__(self, config: FamilyConfig) -> None:
-        super().__init__(config, Block)
-
-
-FAMILY = Family(
-    model_type="glm4",
-    architecture="Glm4ForCausalLM",
-    model=Glm4,
-    config=glm.glm_config,
-    keys=glm.READ,
-    reads=frozenset({"hidden_act"}),
+FAMILY = family(
+    "glm4",
+    "Glm4ForCausalLM",
+    block=Block,
+    keys=glm.KEYS,
+    required=("num_key_value_heads",),
     names=llama_names(
         {
             "post_attention_norm": "post_self_attn_layernorm",
@@ -47,4 +37,5 @@ FAMILY = Family(
             "post_ffn_norm": "post_mlp_layernorm",
         }
     ),
+    **glm.DEFAULTS,
 )

@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import model
-from ..config import LlamaConfig, require_positive
-from .family import Family
-from .files import chunks, names
-from .keys import SHARED, read, renamed
-from .parts import ACTIVATIONS, MLP, LearnedConfig, LearnedPositions
+from . import files
+from .attention import Unrotated
+from .base import FamilyBlock, LearnedConfig, LearnedPositions
+from .family import family
+from .ffn import MLP
+from .gpt import BIASES, GPT_KEYS, GPT_MASK, GPT_UNUSED, four_times_hidden_size
+from .keys import declared
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,8 @@ class GPT2Config(LearnedConfig):
     scale_attn_by_inverse_layer_idx: bool = False
 
 
-class Attention(model.Attention):
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return x
-
-
-class Block(model.Block):
-    def __init__(self, config: GPT2Config, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        self.attention = Attention(config, norm)
-        self.ffn = MLP(config, ACTIVATIONS[config.hidden_act], bias=True)
+class Block(FamilyBlock):
+    attention_class, ffn_class = Unrotated, MLP
 
     def forward(self, x: Tensor, *how: Any) -> Tensor:
         x = self.attention(self.pre_attention_norm(x), *how) + x
@@ -43,81 +36,31 @@ class Block(model.Block):
 
 
 class GPT2(LearnedPositions):
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__(config, Block)
+    def __init__(self, config: GPT2Config, norm: type[nn.Module], block: type[nn.Module]) -> None:
+        super().__init__(config, norm, block)
         scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
-        for n, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
+        for n, layer in enumerate(self.blocks):
+            assert isinstance(layer, Block)
             depth = n + 1 if config.scale_attn_by_inverse_layer_idx else 1
-            block.attention.attend.scale = scale / depth
+            layer.attention.attend.scale = scale / depth
 
 
-KEYS = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "intermediate_size",
-    "n_positions": "max_position_embeddings",
-    "layer_norm_epsilon": "rms_norm_eps",
-    "activation_function": "hidden_act",
-}
-# For training, and for heads that are not the language model's.
-UNUSED = frozenset(
-    "attn_pdrop embd_pdrop resid_pdrop summary_type summary_use_proj summary_activation "
-    "summary_proj_to_labels summary_first_dropout".split()
-)
-READ = SHARED | frozenset({"hidden_act", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"})
-
-
-def four_times_hidden_size(given: dict[str, Any]) -> int:
-    """The width of the FFN, where no key says it."""
-    require_positive("hidden_size", given.get("hidden_size"), int)
-    return 4 * given["hidden_size"]
-
-
-def _config(given: dict[str, Any]) -> GPT2Config:
-    given = renamed(given, KEYS)
-    return read(
-        GPT2Config,
-        {"intermediate_size": four_times_hidden_size(given), **given},
-        READ,
-        max_position_embeddings=1024,
-        rms_norm_eps=1e-5,
-        hidden_act="gelu_new",
-        tie_word_embeddings=True,
-        attention_bias=True,
-    )
-
-
-def split(name: str, tensor: Tensor, config: LlamaConfig) -> dict[str, Tensor]:
-    """Every matrix of a block turned round, and q, k and v apart: views, since a copy moves bits."""
-    if name.startswith("blocks.") and tensor.dim() == 2:
-        tensor = tensor.t()
-    return chunks(name, tensor, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-
-
-FAMILY = Family(
-    model_type="gpt2",
-    architecture="GPT2LMHeadModel",
-    model=GPT2,
-    config=_config,
-    keys=READ | KEYS.keys(),
-    reads=UNUSED | {"add_cross_attention", "reorder_and_upcast_attn"},
-    names=names(
-        "transformer.h.N",
-        {
-            "pre_attention_norm": "ln_1",
-            "attention.qkv_proj": "attn.c_attn",
-            "attention.o_proj": "attn.c_proj",
-            "pre_ffn_norm": "ln_2",
-            "ffn.up_proj": "mlp.c_fc",
-            "ffn.down_proj": "mlp.c_proj",
-        },
-        embed="transformer.wte",
-        positions="transformer.wpe",
-        final_norm="transformer.ln_f",
-        lm_head="lm_head",
-    ),
-    split=split,
-    constant=r"(transformer\.)?h\.[0-9]+\.attn\.bias",
+FAMILY = family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    GPT2,
+    nn.LayerNorm,
+    Block,
+    GPT2Config,
+    keys=declared(GPT2Config) | {"hidden_act"},
+    renames={**GPT_KEYS, "n_inner": "intermediate_size", "activation_function": "hidden_act"},
+    fields=four_times_hidden_size,
+    reads=GPT_UNUSED | {"add_cross_attention", "reorder_and_upcast_attn"},
+    names=files.GPT2,
+    split=files.transposed,
+    constant=GPT_MASK,
+    hidden_act="gelu_new",
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+    **BIASES,
 )

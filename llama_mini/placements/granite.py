@@ -12,11 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import model
-from .family import Family
-from .keys import SHARED, read
-from .llama import NAMES
-from .parts import Decoder, FamilyConfig
+from .base import Decoder, FamilyBlock, FamilyConfig
+from .family import family
+from .keys import declared
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class GraniteConfig(FamilyConfig):
     logits_scaling: float = 1.0
 
 
-class Block(model.Block):
+class Block(FamilyBlock):
     def __init__(self, config: GraniteConfig, norm: type[nn.Module]) -> None:
         super().__init__(config, norm)
         self.attention.attend.scale = config.attention_multiplier
@@ -41,9 +39,6 @@ class Block(model.Block):
 class Granite(Decoder):
     config: GraniteConfig
 
-    def __init__(self, config: GraniteConfig) -> None:
-        super().__init__(config, model.RMSNorm, Block)
-
     def embedding(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return self.embed(tokens) * self.config.embedding_multiplier
 
@@ -51,20 +46,11 @@ class Granite(Decoder):
         return super().forward(*inputs, **how) / self.config.logits_scaling
 
 
-MULTIPLIERS = "embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
-READ = SHARED | frozenset(f"attention_bias mlp_bias {MULTIPLIERS}".split())
-
-
-def _config(given: dict[str, Any]) -> GraniteConfig:
-    return read(GraniteConfig, given, READ)
-
-
-FAMILY = Family(
-    model_type="granite",
-    architecture="GraniteForCausalLM",
-    model=Granite,
-    config=_config,
-    keys=READ,
-    reads=frozenset({"hidden_act"}),
-    names=NAMES,
+FAMILY = family(
+    "granite",
+    "GraniteForCausalLM",
+    Granite,
+    block=Block,
+    config=GraniteConfig,
+    keys=declared(GraniteConfig) | {"attention_bias", "mlp_bias"},
 )

@@ -10,73 +10,49 @@ turned, and so does not turn with them.
 from dataclasses import replace
 from typing import Any
 
-from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import model
-from ..cache import BlockCache
-from ..config import require_positive
-from .family import Family
-from .files import llama_names
-from .keys import SHARED, read
-from .parts import Decoder, FamilyConfig
+from ..config import LlamaConfig, require_positive
+from .attention import FamilyAttention
+from .base import FamilyBlock
+from .family import family
+from .files import HUNYUAN
 
 
-class Attention(model.Attention):
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
-    ) -> Tensor:
-        q = rearrange(self.q_proj(x), "b t (h d) -> b h t d", d=self.head_dim)
-        k = rearrange(self.k_proj(x), "b t (g d) -> b g t d", d=self.head_dim)
-        v = rearrange(self.v_proj(x), "b t (g d) -> b g t d", d=self.head_dim)
-        q = self.q_norm(self.rotate(q, cos, sin))
-        k = self.k_norm(self.rotate(k, cos, sin))
-        if cache is not None:
-            k, v = cache.append(k, v)
-        return self.o_proj(rearrange(self.attend(q, k, v, mask), "b h t d -> b t (h d)"))
+class Attention(FamilyAttention):
+    def place(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(self.rotate(q, cos, sin)), self.k_norm(self.rotate(k, cos, sin))
 
 
-class Block(model.Block):
-    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        self.attention = Attention(config, norm)
+class Block(FamilyBlock):
+    attention_class = Attention
 
 
-class HunYuan(Decoder):
-    def __init__(self, config: FamilyConfig) -> None:
-        super().__init__(config, model.RMSNorm, Block)
+PLAIN = family(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    block=Block,
+    keys={"attention_bias"},
+    reads={"eod_token_id", "hidden_act"},
+    names=HUNYUAN,
+    rms_norm_eps=1e-5,
+    qk_norm=True,
+)
 
 
-READ = SHARED | {"attention_bias"}
-
-
-def _config(given: dict[str, Any]) -> FamilyConfig:
+def grown(given: dict[str, Any]) -> LlamaConfig:
+    """The config, where `dynamic` scaling has an alpha: theta grows by it once, for texts of any length."""
     ropes = [given.get(key) for key in ("rope_parameters", "rope_scaling")]
     alphas = [rope["alpha"] for rope in ropes if isinstance(rope, dict) and rope.get("alpha")]
     if not alphas:
-        return read(FamilyConfig, given, READ, rms_norm_eps=1e-5, qk_norm=True)
-    # `dynamic` with an alpha: theta grows by it once, however long the text is.
+        return PLAIN.config(given)
     require_positive("alpha", alphas[0], int, float)
     theta = next((rope["rope_theta"] for rope in ropes if rope and "rope_theta" in rope), 10000.0)
     plain = {key: value for key, value in given.items() if not key.startswith("rope_")}
-    plain["rope_theta"] = given.get("rope_theta", theta)
-    config = read(FamilyConfig, plain, READ, rms_norm_eps=1e-5, qk_norm=True)
+    config = PLAIN.config(plain | {"rope_theta": given.get("rope_theta", theta)})
     d, rope = config.head_dim, config.rope
-    grown = rope.rope_theta * alphas[0] ** (d / (d - 2))
-    return replace(config, rope=replace(rope, rope_theta=grown))
+    more = alphas[0] ** (d / (d - 2))
+    return replace(config, rope=replace(rope, rope_theta=rope.rope_theta * more))
 
 
-FAMILY = Family(
-    model_type="hunyuan_v1_dense",
-    architecture="HunYuanDenseV1ForCausalLM",
-    model=HunYuan,
-    config=_config,
-    keys=READ,
-    reads=frozenset({"eod_token_id", "hidden_act"}),
-    names=llama_names(
-        {
-            "attention.q_norm": "self_attn.query_layernorm",
-            "attention.k_norm": "self_attn.key_layernorm",
-        }
-    ),
-)
+FAMILY = replace(PLAIN, config=grown)

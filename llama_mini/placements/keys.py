@@ -1,7 +1,7 @@
 """What the keys of a Hugging Face config mean that most families share."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, TypeVar
 
 from ..config import SIZES, LlamaConfig, RopeConfig, require_positive, short, shown
@@ -192,15 +192,14 @@ def renamed(given: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 def read(
     kind: type[C],
     given: dict[str, Any],
-    keys: frozenset[str] = SHARED,
-    theta: float = 10000.0,
+    keys: Set[str] = SHARED,
     required: tuple[str, ...] = SIZES,
+    rope_theta: float = 10000.0,
     **defaults: Any,
 ) -> C:
     """A config of `kind` from those keys of a config.json that are among `keys`.
 
-    `theta`: what transformers takes where no key says how fast the heads turn. `defaults`: what it takes
-    for other keys left out.
+    `defaults`, and `rope_theta`: what transformers takes for keys left out.
     """
     given = {key: value for key, value in given.items() if key in keys}
     ropes = [given]
@@ -212,9 +211,15 @@ def read(
                 given = {**given, "partial_rotary_factor": rope["partial_rotary_factor"]}
                 given[key] = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
     if all(rope.get("rope_theta") is None for rope in ropes):
-        given = {**given, "rope_theta": theta}
+        given = {**given, "rope_theta": rope_theta}
     values = shared(given, required, **defaults)
-    return kind(**values | {key: given[key] for key in keys - SHARED if key in given})
+    own = {field.name for field in dataclasses.fields(kind)} - SHARED
+    return kind(**values | {key: given[key] for key in own if key in given})
+
+
+def declared(kind: type[LlamaConfig]) -> frozenset[str]:
+    """The fields that a class of configs itself adds: keys of config.json under the same names."""
+    return frozenset(vars(kind).get("__annotations__", {}))
 
 
 FULL, SLIDING, NOPE = "full_attention", "sliding_attention", "nope_"
@@ -244,6 +249,35 @@ def still(kinds: dict[str, Any], kind: str) -> dict[str, Any]:
     return {**kinds, "layer_types": tuple(names)}
 
 
+def read_near_and_far(given: dict[str, Any]) -> dict[str, Any]:
+    """The windows of Gemma 3, five of six blocks by default, and the two rotations."""
+    windows = read_windows(given, read_pattern(given, every=6))
+    return windows | read_kinds(given, "rope_local_base_freq", theta=10000.0)
+
+
+def only_full(given: dict[str, Any]) -> dict[str, Any]:
+    """The window of MiniMax, whose layer_types have to say that no block has linear attention."""
+    if "layer_types" not in given:
+        raise ValueError("layer_types is left out: then every second block has linear attention")
+    read_layer_types({**given, "sliding_window": None})
+    return {"sliding_window": given.get("sliding_window"), "layer_types": (SLIDING,)}
+
+
+def read_no_rope(given: dict[str, Any]) -> dict[str, Any]:
+    """`read_windows` by the keys of SmolLM3, which say what blocks rotate: these may have a window."""
+    every = given.get("no_rope_layer_interval", 4)
+    windowed = given.get("use_sliding_window", False) and given.get("sliding_window") is not None
+    require_positive("no_rope_layer_interval", every, int)
+    require_positive("num_hidden_layers", given.get("num_hidden_layers"), int)
+    blocks = min(given["num_hidden_layers"], MOST)
+    turns = given.get("no_rope_layers", [int((n + 1) % every != 0) for n in range(blocks)])
+    if not isinstance(turns, list) or len(turns) != blocks or set(turns) - {0, 1}:
+        raise ValueError(f"no_rope_layers is {short(turns)}: it must hold 0 or 1 for each block")
+    windows = read_windows(given, lambda n: not windowed or bool(turns[n]), window=None)
+    kinds = zip(turns, windows["layer_types"], strict=True)
+    return windows | {"layer_types": tuple(kind if turn else NOPE + kind for turn, kind in kinds)}
+
+
 def read_qwen_windows(given: dict[str, Any]) -> dict[str, Any]:
     """`read_windows` by the keys of Qwen 2 and 3: blocks from `max_window_layers` on have a window."""
     asked, first = given.get("use_sliding_window", False), given.get("max_window_layers", 28)
@@ -271,15 +305,14 @@ def read_pattern(given: dict[str, Any], every: int) -> Callable[[int], bool]:
     return full
 
 
-def read_kinds(given: dict[str, Any], key: str, theta: float) -> tuple[dict[str, Any], RopeConfig]:
-    """The config with the rotation of blocks that see all keys, and that of blocks with a window.
+def read_kinds(given: dict[str, Any], key: str, theta: float) -> dict[str, Any]:
+    """The rotation of blocks that see all keys, and that of blocks with a window.
 
     transformers 5 nests one under each kind; before, `key` held the theta of blocks with a window, which
     `theta` is where none is said.
     """
-    near: dict[str, Any] = {"rope_theta": given.get(key, theta)}
     ropes = given.get("rope_parameters")
     if isinstance(ropes, dict) and ropes and ropes.keys() <= {FULL, SLIDING}:
-        given = {**given, "rope_parameters": ropes.get(FULL) or {}}
         near = {"rope_parameters": {"rope_theta": theta} | (ropes.get(SLIDING) or {})}
-    return given, read_rope(near)
+        return {"rope_parameters": ropes.get(FULL) or {}, "local_rope": read_rope(near)}
+    return {"local_rope": read_rope({"rope_theta": given.get(key, theta)})}

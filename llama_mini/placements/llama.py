@@ -4,27 +4,10 @@ from typing import Any
 
 from ..config import SIZES, LlamaConfig
 from ..model import Block, Llama, RMSNorm
+from .base import WindowConfig, Windowed
 from .family import Family
+from .files import NAMES
 from .keys import SHARED, SLIDING, shared
-from .parts import WindowConfig, Windowed
-
-# Our names and theirs, less ".weight"; N stands for the number of a block.
-NAMES = {
-    "embed": "model.embed_tokens",
-    "blocks.N.pre_attention_norm": "model.layers.N.input_layernorm",
-    "blocks.N.attention.q_proj": "model.layers.N.self_attn.q_proj",
-    "blocks.N.attention.k_proj": "model.layers.N.self_attn.k_proj",
-    "blocks.N.attention.v_proj": "model.layers.N.self_attn.v_proj",
-    "blocks.N.attention.o_proj": "model.layers.N.self_attn.o_proj",
-    "blocks.N.attention.q_norm": "model.layers.N.self_attn.q_norm",
-    "blocks.N.attention.k_norm": "model.layers.N.self_attn.k_norm",
-    "blocks.N.pre_ffn_norm": "model.layers.N.post_attention_layernorm",
-    "blocks.N.ffn.gate_proj": "model.layers.N.mlp.gate_proj",
-    "blocks.N.ffn.up_proj": "model.layers.N.mlp.up_proj",
-    "blocks.N.ffn.down_proj": "model.layers.N.mlp.down_proj",
-    "final_norm": "model.norm",
-    "lm_head": "lm_head",
-}
 
 
 def _llama(given: dict[str, Any]) -> LlamaConfig:

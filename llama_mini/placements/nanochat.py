@@ -7,25 +7,18 @@
 Beside it: squared ReLU without a gate, heads that turn the other way, logits kept within a cap by tanh.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 from torch import Tensor, nn
 
-from .. import model
-from .family import Family
+from .attention import FamilyAttention
+from .base import EmbedNorm, FamilyBlock, FamilyConfig
+from .family import family
+from .ffn import MLP
 from .files import llama_names
-from .keys import SHARED, read
-from .parts import ACTIVATIONS, MLP, BareRMSNorm, Decoder, FamilyConfig, softcap
+from .norms import BareRMSNorm
 
 
-@dataclass(frozen=True)
-class NanoChatConfig(FamilyConfig):
-    final_logit_softcapping: float | None = 15.0
-
-
-class Attention(model.Attention):
-    def __init__(self, config: NanoChatConfig, norm: type[nn.Module]) -> None:
+class Attention(FamilyAttention):
+    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
         super().__init__(config, norm)
         self.qk_norm = norm(config.head_dim, config.rms_norm_eps)
 
@@ -33,43 +26,22 @@ class Attention(model.Attention):
         return self.qk_norm(super().rotate(x, cos, -sin))
 
 
-class Block(model.Block):
-    def __init__(self, config: NanoChatConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        self.attention = Attention(config, norm)
-        self.ffn = MLP(config, ACTIVATIONS[config.hidden_act], bias=False)
+class Block(FamilyBlock):
+    attention_class, ffn_class = Attention, MLP
 
 
-class NanoChat(Decoder):
-    config: NanoChatConfig
-
-    def __init__(self, config: NanoChatConfig) -> None:
-        super().__init__(config, BareRMSNorm, Block)
-        self.embed_norm = BareRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def embedding(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return self.embed_norm(self.embed(tokens))
-
-    def forward(self, *inputs: Any, **how: Any) -> Tensor:
-        return softcap(super().forward(*inputs, **how), self.config.final_logit_softcapping)
-
-
-READ = SHARED | frozenset({"attention_bias", "hidden_act", "final_logit_softcapping"})
-
-
-def _config(given: dict[str, Any]) -> NanoChatConfig:
-    return read(NanoChatConfig, given, READ, hidden_act="relu2")
-
-
-FAMILY = Family(
-    model_type="nanochat",
-    architecture="NanoChatForCausalLM",
-    model=NanoChat,
-    config=_config,
-    keys=READ,
-    reads=frozenset(),
+FAMILY = family(
+    "nanochat",
+    "NanoChatForCausalLM",
+    EmbedNorm,
+    BareRMSNorm,
+    Block,
+    keys={"attention_bias", "hidden_act", "final_logit_softcapping"},
+    reads=set(),
     names=llama_names(
         {"ffn.up_proj": "mlp.fc1", "ffn.down_proj": "mlp.fc2", "ffn.gate_proj": None}
     ),
-    nullable=frozenset({"final_logit_softcapping"}),
+    nullable={"final_logit_softcapping"},
+    hidden_act="relu2",
+    final_logit_softcapping=15.0,
 )

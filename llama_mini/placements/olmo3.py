@@ -6,46 +6,31 @@ x = x + norm(ffn(x))
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from . import olmo2
-from .family import Family
-from .keys import read, read_kinds, read_windows
-from .parts import LateCastRMSNorm, WindowConfig, Windowed
+from .base import WindowConfig, Windowed
+from .family import family
+from .files import BEHIND
+from .keys import read_kinds, read_windows
+from .norms import LateCastRMSNorm
 
 
-class Olmo3(Windowed):
-    def __init__(self, config: WindowConfig) -> None:
-        super().__init__(config, LateCastRMSNorm, olmo2.Block)
-
-    def kind_angles(
-        self, kind: str, positions: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        return super().kind_angles(kind, positions, torch.float32)
-
-
-def _config(given: dict[str, Any]) -> WindowConfig:
+def kinds(given: dict[str, Any]) -> dict[str, Any]:
     windows = read_windows(given, lambda n: n % 4 == 3)
-    given, local_rope = read_kinds(given, "rope_theta", theta=500000.0)
-    return read(
-        WindowConfig,
-        given,
-        olmo2.READ,
-        theta=500000.0,
-        rms_norm_eps=1e-5,
-        local_rope=local_rope,
-        **windows,
-    )
+    return windows | read_kinds(given, "rope_theta", theta=500000.0)
 
 
-FAMILY = Family(
-    model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
-    model=Olmo3,
-    config=_config,
-    keys=olmo2.READ | {"sliding_window", "layer_types"},
-    reads=frozenset({"hidden_act"}),
-    names=olmo2.FAMILY.names,
-    nullable=frozenset({"sliding_window"}),
+FAMILY = family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    Windowed,
+    LateCastRMSNorm,
+    olmo2.Block,
+    WindowConfig,
+    keys={"attention_bias", "sliding_window", "layer_types"},
+    fields=kinds,
+    names=BEHIND,
+    nullable={"sliding_window"},
+    rope_theta=500000.0,
+    rms_norm_eps=1e-5,
+    float32_angles=True,
 )

@@ -11,17 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import neox
-from .family import Family
+from .attention import add_biases
+from .base import Decoder, FamilyBlock, FamilyConfig
+from .family import family
+from .ffn import MLP
 from .files import llama_names
-from .keys import SHARED, read, renamed
-from .parts import Decoder, FamilyConfig, add_biases
 
 
-class Block(neox.Block):
-    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        del self.pre_ffn_norm
+class Block(FamilyBlock):
+    norms, ffn_class = ("pre_attention_norm",), MLP
 
     def forward(self, x: Tensor, *how: Any) -> Tensor:
         n = self.pre_attention_norm(x)
@@ -29,34 +27,20 @@ class Block(neox.Block):
 
 
 class Phi(Decoder):
-    def __init__(self, config: FamilyConfig) -> None:
-        super().__init__(config, nn.LayerNorm, Block)
+    def __init__(self, config: FamilyConfig, norm: type[nn.Module], block: type[nn.Module]) -> None:
+        super().__init__(config, norm, block)
         add_biases(self, "lm_head")
 
 
-KEYS = {"layer_norm_eps": "rms_norm_eps", "qk_layernorm": "qk_norm"}
-READ = SHARED | frozenset({"hidden_act", "partial_rotary_factor", "qk_norm"})
-
-
-def _config(given: dict[str, Any]) -> FamilyConfig:
-    return read(
-        FamilyConfig,
-        renamed(given, KEYS),
-        READ,
-        attention_bias=True,
-        hidden_act="gelu_new",
-        partial_rotary_factor=0.5,
-        rms_norm_eps=1e-5,
-    )
-
-
-FAMILY = Family(
-    model_type="phi",
-    architecture="PhiForCausalLM",
-    model=Phi,
-    config=_config,
-    keys=READ | KEYS.keys(),
-    reads=frozenset({"embd_pdrop", "resid_pdrop"}),
+FAMILY = family(
+    "phi",
+    "PhiForCausalLM",
+    Phi,
+    nn.LayerNorm,
+    Block,
+    keys={"hidden_act", "partial_rotary_factor", "qk_norm"},
+    renames={"layer_norm_eps": "rms_norm_eps", "qk_layernorm": "qk_norm"},
+    reads={"embd_pdrop", "resid_pdrop"},
     names=llama_names(
         {
             "attention.o_proj": "self_attn.dense",
@@ -68,4 +52,9 @@ FAMILY = Family(
         },
         final_norm="model.final_layernorm",
     ),
+    attention_bias=True,
+    mlp_bias=True,
+    hidden_act="gelu_new",
+    partial_rotary_factor=0.5,
+    rms_norm_eps=1e-5,
 )

@@ -11,15 +11,15 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from .. import model
-from ..cache import BlockCache
-from .family import Family
+from .attention import FamilyAttention
+from .base import FamilyBlock, FamilyConfig, WindowConfig, Windowed
+from .family import family
+from .ffn import FusedGLU
 from .files import llama_names
-from .keys import SHARED, SLIDING, read
-from .parts import FamilyConfig, FusedGLU, PartlyRotated, WindowConfig, Windowed
+from .keys import SLIDING
 
 
-class Attention(PartlyRotated):
+class Attention(FamilyAttention):
     """q, k and v come of one matrix, as in the files: a narrow k alone takes another kernel."""
 
     def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
@@ -29,55 +29,30 @@ class Attention(PartlyRotated):
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
         del self.q_proj, self.k_proj, self.v_proj
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
-    ) -> Tensor:
+    def project(self, x: Tensor) -> list[Tensor]:
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
-        q, k, v = (rearrange(part, "b t (h d) -> b h t d", d=self.head_dim) for part in parts)
-        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        return self.o_proj(rearrange(self.attend(q, k, v, mask), "b h t d -> b t (h d)"))
+        return [rearrange(part, "b t (h d) -> b h t d", d=self.head_dim) for part in parts]
 
 
-class Block(model.Block):
-    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        self.attention = Attention(config, norm)
-        self.ffn = FusedGLU(config)
+class Block(FamilyBlock):
+    attention_class, ffn_class = Attention, FusedGLU
 
 
-class Phi3(Windowed):
-    def __init__(self, config: WindowConfig) -> None:
-        super().__init__(config, model.RMSNorm, Block)
+def window(given: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": given.get("sliding_window"), "layer_types": (SLIDING,)}
 
 
-READ = SHARED | {"partial_rotary_factor"}
-
-
-def _config(given: dict[str, Any]) -> WindowConfig:
-    return read(
-        WindowConfig,
-        given,
-        READ,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        sliding_window=given.get("sliding_window"),
-        layer_types=(SLIDING,),
-    )
-
-
-FAMILY = Family(
-    model_type="phi3",
-    architecture="Phi3ForCausalLM",
-    model=Phi3,
-    config=_config,
-    keys=READ | {"sliding_window"},
-    reads=frozenset({"embd_pdrop", "hidden_act", "resid_pdrop"}),
-    names=llama_names(
-        {
-            "attention.qkv_proj": "self_attn.qkv_proj",
-            "ffn.gate_up_proj": "mlp.gate_up_proj",
-        }
-    ),
+NAMES = {"attention.qkv_proj": "self_attn.qkv_proj", "ffn.gate_up_proj": "mlp.gate_up_proj"}
+FAMILY = family(
+    "phi3",
+    "Phi3ForCausalLM",
+    Windowed,
+    block=Block,
+    config=WindowConfig,
+    keys={"partial_rotary_factor", "sliding_window"},
+    fields=window,
+    reads={"embd_pdrop", "hidden_act", "resid_pdrop"},
+    names=llama_names({**NAMES}),
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
 )

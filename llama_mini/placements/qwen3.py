@@ -3,10 +3,11 @@
 from typing import Any
 
 from ..config import SIZES, LlamaConfig
+from .base import WindowConfig
 from .family import Family
+from .files import NAMES
 from .keys import SHARED, SLIDING, read_qwen_windows, shared
-from .llama import NAMES, windowed
-from .parts import WindowConfig
+from .llama import windowed
 
 
 def _qwen3(given: dict[str, Any]) -> LlamaConfig:

@@ -4,65 +4,20 @@ x = x + attention(norm(x))
 x = x + ffn(norm(x))
 """
 
-from typing import Any
+from .base import WindowConfig, Windowed
+from .family import family
+from .keys import read_no_rope
 
-from torch import nn
-
-from .. import model
-from ..config import require_positive, short
-from .family import Family
-from .keys import MOST, NOPE, SHARED, read, read_windows
-from .llama import NAMES
-from .parts import FamilyConfig, PartlyRotated, WindowConfig, Windowed
-
-
-class Block(model.Block):
-    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        self.attention = PartlyRotated(config, norm)
-
-
-class SmolLM3(Windowed):
-    def __init__(self, config: WindowConfig) -> None:
-        super().__init__(config, model.RMSNorm, Block)
-
-
-READ = SHARED | {"attention_bias", "mlp_bias"}
-KINDS = (
-    "no_rope_layers no_rope_layer_interval use_sliding_window sliding_window layer_types".split()
-)
-
-
-def _config(given: dict[str, Any]) -> WindowConfig:
-    every = given.get("no_rope_layer_interval", 4)
-    windowed = given.get("use_sliding_window", False) and given.get("sliding_window") is not None
-    require_positive("no_rope_layer_interval", every, int)
-    require_positive("num_hidden_layers", given.get("num_hidden_layers"), int)
-    blocks = min(given["num_hidden_layers"], MOST)
-    turns = given.get("no_rope_layers", [int((n + 1) % every != 0) for n in range(blocks)])
-    if not isinstance(turns, list) or len(turns) != blocks or set(turns) - {0, 1}:
-        raise ValueError(f"no_rope_layers is {short(turns)}: it must hold 0 or 1 for each block")
-    windows = read_windows(given, lambda n: not windowed or bool(turns[n]), window=None)
-    kinds = zip(turns, windows["layer_types"], strict=True)
-    windows["layer_types"] = tuple(kind if turn else NOPE + kind for turn, kind in kinds)
-    return read(
-        WindowConfig,
-        given,
-        READ,
-        theta=2e6,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        **windows,
-    )
-
-
-FAMILY = Family(
-    model_type="smollm3",
-    architecture="SmolLM3ForCausalLM",
-    model=SmolLM3,
-    config=_config,
-    keys=READ | frozenset(KINDS),
-    reads=frozenset({"hidden_act"}),
-    names=NAMES,
-    nullable=frozenset({"sliding_window"}),
+FAMILY = family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    Windowed,
+    config=WindowConfig,
+    keys={"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"}
+    | {"use_sliding_window", "sliding_window", "layer_types"},
+    fields=read_no_rope,
+    nullable={"sliding_window"},
+    rope_theta=2e6,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
 )

@@ -8,132 +8,20 @@ the rotated key in place of all heads' k and v. Beside it: values of another siz
 stand side by side.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from .family import family
+from .files import LATENT
+from .keys import declared
+from .latent import LatentBlock, LatentConfig
 
-import torch
-from einops import rearrange
-from torch import Tensor, nn
-
-from .. import model
-from ..cache import BlockCache
-from ..rope import cos_sin
-from .family import Family
-from .files import llama_names
-from .keys import SHARED, read
-from .parts import FamilyConfig
-
-
-@dataclass(frozen=True)
-class LatentConfig(FamilyConfig):
-    """`head_dim` is that of q and k: `qk_nope_head_dim` + `qk_rope_head_dim`."""
-
-    q_lora_rank: int | None = 1536
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    rope_interleave: bool = True
-
-    def __post_init__(self) -> None:
-        sizes = (self.qk_nope_head_dim, self.qk_rope_head_dim)
-        if all(type(size) is int for size in sizes):
-            object.__setattr__(self, "head_dim", sum(sizes))
-        super().__post_init__()
-        if self.num_key_value_heads != self.num_attention_heads:
-            raise ValueError(
-                f"num_key_value_heads is {self.num_key_value_heads}: latent attention has as many as "
-                f"num_attention_heads, {self.num_attention_heads}"
-            )
-
-    def cached(self) -> tuple[int, int, int]:
-        return 1, self.kv_lora_rank, self.qk_rope_head_dim
-
-
-class Attention(nn.Module):
-    def __init__(self, config: LatentConfig, norm: type[nn.Module]) -> None:
-        super().__init__()
-        m, h, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-        self.config, bias = config, config.attention_bias
-        if rank is None:
-            self.q_proj = nn.Linear(m, h * config.head_dim, bias=False)
-        else:
-            self.q_down = nn.Linear(m, rank, bias)
-            self.q_latent_norm = norm(rank, 1e-6)  # not the config's eps
-            self.q_up = nn.Linear(rank, h * config.head_dim, bias=False)
-        self.kv_down = nn.Linear(m, config.kv_lora_rank + config.qk_rope_head_dim, bias)
-        self.kv_latent_norm = norm(config.kv_lora_rank, 1e-6)
-        out = config.qk_nope_head_dim + config.v_head_dim
-        self.kv_up = nn.Linear(config.kv_lora_rank, h * out, bias=False)
-        self.o_proj = nn.Linear(h * config.v_head_dim, m, bias)
-        self.attend = model.Attend()
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
-    ) -> Tensor:
-        still, turned = self.config.qk_nope_head_dim, self.config.qk_rope_head_dim
-        low = self.config.q_lora_rank is not None
-        q = self.q_up(self.q_latent_norm(self.q_down(x))) if low else self.q_proj(x)
-        q = rearrange(q, "b t (h d) -> b h t d", d=still + turned)
-        q = torch.cat((q[..., :still], self.rotate(q[..., still:], cos, sin)), dim=-1)
-        latent, key = self.kv_down(x).unsqueeze(1).split((self.config.kv_lora_rank, turned), dim=-1)
-        latent, key = self.kv_latent_norm(latent), self.rotate(key, cos, sin)
-        if cache is not None:
-            latent, key = cache.append(latent, key)
-        kv = rearrange(self.kv_up(latent), "b 1 s (h d) -> b h s d", h=q.shape[1])
-        k, v = kv.split((still, self.config.v_head_dim), dim=-1)
-        k = torch.cat((k, key.expand(-1, q.shape[1], -1, -1)), dim=-1)
-        return self.o_proj(rearrange(self.attend(q, k, v, mask), "b h t d -> b t (h d)"))
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Interleaved pairs in, half-split pairs out: a dot product does not care."""
-        if self.config.rope_interleave:
-            x = rearrange(x, "... (i two) -> ... (two i)", two=2)
-        return model.rotate(x, cos, sin)
-
-
-class Block(model.Block):
-    def __init__(self, config: LatentConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        self.add_module("attention", Attention(config, norm))
-
-
-class Youtu(model.Llama):
-    config: LatentConfig
-
-    def __init__(self, config: LatentConfig) -> None:
-        super().__init__(config, block=Block)
-
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return cos_sin(self.config.rope, self.config.qk_rope_head_dim, positions, dtype)
-
-
-RANKS = frozenset("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split())
-# head_dim means the rotated part in these files, which qk_rope_head_dim says too.
-READ = (SHARED - {"head_dim"}) | RANKS | {"attention_bias", "rope_interleave"}
-
-
-def _config(given: dict[str, Any]) -> LatentConfig:
-    return read(LatentConfig, given, READ, max_position_embeddings=131072, tie_word_embeddings=True)
-
-
-NAMES = llama_names(
-    {
-        "attention.q_down": "self_attn.q_a_proj",
-        "attention.q_latent_norm": "self_attn.q_a_layernorm",
-        "attention.q_up": "self_attn.q_b_proj",
-        "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-        "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
-        "attention.kv_up": "self_attn.kv_b_proj",
-    }
-)
-FAMILY = Family(
-    model_type="youtu",
-    architecture="YoutuForCausalLM",
-    model=Youtu,
-    config=_config,
-    keys=READ | {"head_dim"},
-    reads=frozenset({"embedding_initializer_range", "hidden_act", "qk_head_dim"}),
-    names=NAMES,
-    nullable=frozenset({"q_lora_rank"}),
+FAMILY = family(
+    "youtu",
+    "YoutuForCausalLM",
+    block=LatentBlock,
+    config=LatentConfig,
+    keys=declared(LatentConfig) | {"attention_bias"},
+    reads={"embedding_initializer_range", "hidden_act", "qk_head_dim"},
+    names=LATENT,
+    nullable={"q_lora_rank"},
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
 )

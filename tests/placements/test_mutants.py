@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from llama_mini import Llama, RMSNorm, load_model
-from llama_mini.placements import FAMILIES, cohere, olmo, olmo2, parts
+from llama_mini.placements import FAMILIES, norms
 from llama_mini.placements.gallery import formulas, place
 from tests.support.fixtures import draw_tokens
 from tests.support.placements import BASE, VARIANTS, reference_logits, write
@@ -30,7 +30,7 @@ Spoil = Callable[[Llama], None]
 
 def norms_of(model: Llama) -> dict[str, nn.Module]:
     """Every norm that is called, by its name."""
-    kinds = (RMSNorm, parts.BareRMSNorm, nn.LayerNorm, olmo.BareLayerNorm, cohere.GainLayerNorm)
+    kinds = (RMSNorm, norms.BareRMSNorm, nn.LayerNorm, norms.BareLayerNorm, norms.GainLayerNorm)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
@@ -66,7 +66,7 @@ def wider_gain(norm: nn.Module, x: Tensor, right: Any) -> Tensor:
 
 def other_centre(norm: nn.Module, x: Tensor, right: Any) -> Tensor:
     """LayerNorm without the mean taken away; RMSNorm with it."""
-    if isinstance(norm, (nn.LayerNorm, olmo.BareLayerNorm, cohere.GainLayerNorm)):
+    if isinstance(norm, (nn.LayerNorm, norms.BareLayerNorm, norms.GainLayerNorm)):
         variance = x.float().var(-1, keepdim=True, correction=0)
         return right(x) + (x.float().mean(-1, keepdim=True) * variance.rsqrt()).to(x.dtype)
     return right(x - x.mean(-1, keepdim=True))
@@ -87,23 +87,23 @@ def in_the_other_order(norm: nn.Module, x: Tensor, right: Any) -> Tensor:
     weight, centred = getattr(norm, "weight", None), not isinstance(norm, RMSNorm)
     if weight is None:  # without a gain there is no order
         return right(x)
-    if isinstance(norm, olmo2.AllHeads):
+    if isinstance(norm, norms.AllHeads):
         x = rearrange(x, "b h t d -> b t (h d)")
     x32 = x.float()
     x32 = x32 - x32.mean(-1, keepdim=True) if centred else x32
     normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + norm.eps)
-    gain = 1 + weight if isinstance(norm, parts.OnePlusRMSNorm) else weight
+    gain = 1 + weight if isinstance(norm, norms.OnePlusRMSNorm) else weight
     if type(norm) is RMSNorm:
         return (gain.float() * normed).to(x.dtype)
     y = gain * normed.to(x.dtype)
-    if isinstance(norm, olmo2.AllHeads):
+    if isinstance(norm, norms.AllHeads):
         y = rearrange(y, "b t (h d) -> b h t d", h=y.shape[-1] // D)
     return y + norm.bias if isinstance(norm, nn.LayerNorm) else y
 
 
 def wrong_eps(model: Llama) -> None:
     for norm in norms_of(model).values():
-        if isinstance(norm, olmo.BareLayerNorm):
+        if isinstance(norm, norms.BareLayerNorm):
             norm.forward = partial(F.layer_norm, normalized_shape=norm.shape, eps=1e-3)  # type: ignore
         else:
             norm.eps = 100 * norm.eps
