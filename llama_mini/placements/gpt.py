@@ -29,6 +29,7 @@ NEOX_KEYS = {
     "rotary_emb_base": "rope_theta",
 }
 BIASES: dict[str, Any] = {"rms_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True}
+NEOX_DEFAULTS = BIASES | {"hidden_act": "gelu", "partial_rotary_factor": 0.25}
 # Tables of the causal mask, in old files.
 GPT_MASK = r"(transformer\.)?h\.[0-9]+\.attn\.bias"
 NEOX_MASK = r"gpt_neox\.layers\.[0-9]+\.attention\.bias"

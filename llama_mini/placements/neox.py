@@ -3,7 +3,7 @@
     x = ffn(norm2(x)) + attention(norm1(x)) + x
 
 Both sublayers read the same stream, so they can run at once. With `use_parallel_residual` false one
-follows the other. Beside it: LayerNorm with bias (not RMSNorm, as some articles say), a quarter rotated.
+follows the other. Beside it: LayerNorm with bias, not RMSNorm; biases; no gate; a quarter of a head turns.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .base import Decoder, FamilyBlock, FamilyConfig
 from .family import family
 from .ffn import MLP
 from .files import NEOX, head_by_head
-from .gpt import BIASES, NEOX_KEYS, NEOX_MASK
+from .gpt import NEOX_DEFAULTS, NEOX_KEYS, NEOX_MASK
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,5 @@ FAMILY = family(
     names=NEOX,
     split=head_by_head,
     constant=NEOX_MASK,
-    hidden_act="gelu",
-    partial_rotary_factor=0.25,
-    **BIASES,
+    **NEOX_DEFAULTS,
 )
