@@ -1,4 +1,4 @@
-"""Write tests/activations/*.safetensors from transformers: python tests/make_activations.py
+"""Write tests/activations/*.safetensors from transformers: python -m tests.make_activations
 
 Run by hand, and only when a case is added: the tests that read the files need no transformers. Nothing
 here is computed by llama_mini, so a fault there cannot get into what it is tested against.
@@ -12,7 +12,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from sentencepiece import SentencePieceProcessor
-from support.fixtures import (
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
+
+from tests.support.fixtures import (
     ACTIVATIONS,
     HALVES,
     SHAPES,
@@ -23,9 +27,6 @@ from support.fixtures import (
     draw_tokens,
     reference_model,
 )
-from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama import modeling_llama
 
 VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__}
 # The names under which activations are recorded, and where transformers has them.

@@ -1,10 +1,13 @@
 """The house keeps its order: imports point one way, files stay short, the decoder needs no room."""
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.fixtures import require
 
 PACKAGE = Path(__file__).resolve().parents[1] / "llama_mini"
 # From top to bottom. A module imports from its own room, and from those below it.
@@ -99,3 +102,14 @@ def test_this_test_sees_upward_arrows_and_circles(tmp_path, monkeypatch):
     found = set(imported(file))
     assert found == {"llama_mini.bench.model", "llama_mini.train", "llama_mini.speed"}
     assert all(level(name) > level("llama_mini.checkpoint.made_up") for name in found)
+
+
+@pytest.mark.parametrize("name", ["make_activations", "make_families", "support.smollm2"])
+def test_what_is_run_by_hand_starts(name):
+    """As `python -m tests.NAME`: a script's own folder comes first on the path, and tests/inspect would be
+    the standard library's inspect.
+    """
+    if name != "support.smollm2":
+        require("transformers")
+    module = importlib.import_module(f"tests.{name}")
+    assert f"python -m tests.{name}" in module.__doc__

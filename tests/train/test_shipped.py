@@ -111,7 +111,7 @@ def test_the_folder():
 def test_the_recipe_on_the_card_is_the_default():
     card = (SHIPPED / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^    (python -m llama_mini\.train .*--out .*)$", card, re.MULTILINE)
-    values = vars(Recipe(precision="float32"))  # the default was another when it was trained
+    values = vars(Recipe())
     for name, value in values.items():
         assert f"--{name.replace('_', '-')} {value} " in command
     assert "CDLA-Sharing-1.0" in card
@@ -128,4 +128,4 @@ def test_a_part_of_the_held_out_loss():
         pytest.skip("the text that it was trained on is not beside the project")
     _, held = read_documents(CORPUS, 40)
     per_character, _ = evaluate_folder(SHIPPED, held)
-    assert per_character == pytest.approx(0.4856, abs=1e-4)
+    assert per_character == pytest.approx(0.46998, abs=1e-4)
