@@ -26,7 +26,7 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 class DiffConfig(FamilyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
-        if g := self.num_key_value_heads % 2:
+        if (g := self.num_key_value_heads) % 2:
             raise ValueError(f"num_key_value_heads is {g}: heads come in pairs, so make it even")
 
 

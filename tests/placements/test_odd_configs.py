@@ -69,3 +69,10 @@ def test_keys_of_a_family_are_checked_by_name(name, key, odd):
     ours = "hidden_act" if key == "activation_function" else key
     with pytest.raises(ValueError, match=ours):
         parse_config({**values, key: odd})
+
+
+def test_heads_that_make_no_pairs():
+    with safe_open(FAMILIES_FOLDER / "diffllama.safetensors", framework="pt") as stored:
+        values = json.loads(stored.metadata()["config"])
+    with pytest.raises(ValueError, match="num_key_value_heads is 3"):
+        parse_config({**values, "num_attention_heads": 6, "num_key_value_heads": 3})
