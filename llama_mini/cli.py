@@ -78,8 +78,8 @@ def stop(number: int) -> None:
 def on_stop(act: Callable[[int], None]) -> Iterator[None]:
     """Within it, Ctrl-C and SIGTERM call `act` with their number, once.
 
-    What follows within a second is part of the same wish (timeout and torchrun send it twice) and is
-    not to disturb what that has begun; what comes later does what it would have done before.
+    A signal within one second of the first is ignored, because timeout and torchrun send it twice. A
+    later one goes to the previous handler.
     """
     if not _in_main_thread():
         yield
@@ -153,8 +153,8 @@ ESCAPED = {c: f"\\x{c:02x}" for c in (*range(0x20), *range(0x7F, 0xA0)) if c not
 
 
 def show(text: str) -> None:
-    """Text to standard output at once. A terminal shows its control characters escaped: a model or a
-    file could else drive it. A file or a pipe gets the text as it is.
+    """Text to standard output at once. A terminal shows its control characters escaped:
+    otherwise a model or a file could control it. A file or a pipe gets the text as it is.
     """
     print(text.translate(ESCAPED) if sys.stdout.isatty() else text, end="", flush=True)
 
@@ -183,7 +183,7 @@ def decoded(data: bytes) -> str:
 
 
 def say(line: str) -> None:
-    """A line to standard error; on a terminal it takes the place of one of progress."""
+    """A line to standard error; on a terminal it overwrites the progress line."""
     print(f"\r\033[K{line}" if sys.stderr.isatty() else line, file=sys.stderr)
 
 
@@ -214,8 +214,8 @@ def reason(error: Exception) -> str:
         asked = f" ({more[1]} more were asked for)" if more else ""
         return f"out of memory{asked}: take a shorter prompt, fewer new tokens, or a smaller model"
     if isinstance(error, OSError) and error.errno in DISK_FULL and error.filename is None:
-        return f"standard output cannot be written: {error.strerror}"  # files.py names its files
-    # What a file says may end up in it: no escape codes to the terminal, and no end of it.
+        return f"standard output cannot be written: {error.strerror}"  # checkpoint/files.py names its files
+    # The text may quote a file: no control characters reach the terminal, and the length is limited.
     text = "".join(c if c.isprintable() else "\ufffd" for c in text)
     return text if len(text) <= 4000 else f"{text[:4000]} ..."
 
@@ -239,7 +239,7 @@ def choose_device(name: str) -> torch.device:
     if not there.get(name):
         raise ValueError(f"--device {name}: torch finds no such device here; use --device auto")
     if name == "cuda":
-        # It plans anew for every length of keys, and a token being generated has a length of its own.
+        # cuDNN plans anew for every key length, and in generation every step has a new one.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(name)
 

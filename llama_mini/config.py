@@ -26,8 +26,8 @@ def shown(name: str) -> str:
 
 
 def require_positive(key: str, value: Any, *kinds: type) -> None:
-    """Raise a `ValueError` unless the value is a number that float32, or an integer that the size of
-    a tensor, can be.
+    """Raise a `ValueError` unless the value is a positive number in float32's range, or a positive
+    integer that can be the size of a tensor.
     """
     low, high = (1e-38, 1e38) if float in kinds else (1, 2**31 - 1)
     if type(value) not in kinds or not low <= value <= high:
@@ -147,12 +147,13 @@ class LlamaConfig:
         )
 
     def require_in_window(self, length: int) -> None:
-        """Raise a `ValueError` when `length` positions reach beyond the sliding window: attention
-        here is always full.
+        """Raise a `ValueError` when `length` positions reach beyond the sliding window of a
+        `params.json`: attention here is full. (A `config.json` with a window becomes a model of
+        placements/ that has one.)
         """
         if self.sliding_window is not None and length > self.sliding_window:
             raise ValueError(
                 f"{length} positions reach beyond this checkpoint's sliding_window of "
-                f"{self.sliding_window}, and sliding-window attention is not supported: use a shorter "
-                "prompt or fewer new tokens"
+                f"{self.sliding_window}, which is supported only with a config.json (Hugging Face): "
+                "take that layout, a shorter prompt, or fewer new tokens"
             )

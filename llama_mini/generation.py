@@ -36,7 +36,7 @@ def sample(
 
 
 NONE = -1
-STRIDE = 256  # new positions for which a cache has room at first, where their number is not given
+STRIDE = 256  # room for new tokens that a cache begins with when max_new_tokens is None
 NO_TOKEN = (
     "the logits hold NaN or infinity, and no token can be drawn from them: "
     "the weights are damaged, or their dtype is too narrow"
@@ -69,8 +69,8 @@ def draw(
         probabilities = torch.zeros_like(probabilities).scatter(
             -1, ids, kept.masked_fill(beyond, 0)
         )
-    # Of exponential clocks, each at the rate of its id's probability, the first to ring. torch.multinomial
-    # draws the same, but synchronises to check the probabilities.
+    # An exponential race: the id with the smallest Exp(1) / probability wins. torch.multinomial draws the
+    # same, but synchronises to check the probabilities.
     clocks = torch.empty_like(probabilities).exponential_(generator=generator)
     return (probabilities / clocks).argmax(-1).masked_fill(broken, NONE)
 
@@ -93,9 +93,9 @@ def stream(
 
     A prompt ends with the first of `stop_ids` (yielded too; None: the checkpoint's own, (): none)
     or at `max_new_tokens` (None: at the end of the context). Ids from `vocab_size` on (rows that
-    only pad the embedding) are never drawn. `agree` makes of the drawn ids (b,), NONE where none can
-    be drawn, those that all processes take that run one model together (speed/ranks.py), as a tensor
-    and as a list. `cache` holds the first positions of the prompts, which are not computed again, and
+    only pad the embedding) are never drawn. `agree` takes the drawn ids (b,), NONE where none could be
+    drawn, and returns those that every process of one model must use, as a tensor and as a list
+    (speed/ranks.py). `cache` holds the first positions of the prompts, which are not computed again, and
     grows with the text. A `ValueError`, before any work, for prompts that are empty, hold other ids than
     the model's, or do not fit its context together with the new tokens.
     """

@@ -21,10 +21,10 @@ Where the norms go: two in every block, and one before the head.
              final_norm --> lm_head --> logits (b, t, vocab)
 
 A block's norms stand on its branches, in front of the sublayer that reads them, and never on the stream
-itself (pre-norm, Xiong et al. 2020, arXiv:2002.04745). So the stream behind block N is the embedding plus
-2 N + 2 deltas, and a gradient reaches the embedding through those sums alone. Nothing rescales the stream,
-so its magnitude grows with depth. `final_norm` divides it by its own RMS: the head reads the stream's
-direction, at one scale, however many blocks have added to it.
+itself (pre-norm, Xiong et al. 2020, arXiv:2002.04745). So the stream after N blocks is the embedding plus
+2 N deltas (what sublayers return), and a gradient has a path to the embedding through sums alone. Nothing
+rescales the stream, and in trained models its magnitude grows with depth. `final_norm` divides it by its
+own RMS: the head reads the stream's direction, at one scale, however many blocks have added to it.
 """
 
 import torch
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()  # 256^2 overflows float16
+        x32 = x.float()  # in float16 the square of 256 overflows
         normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         # Llama's order: round to the input's dtype, then multiply by the weight. nn.RMSNorm multiplies
         # first, which rounds differently in bfloat16. The last cast is for float32 weights on a bfloat16 x.
@@ -115,7 +115,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None
     ) -> Tensor:
-        # d is given, and h and g are what the tensors hold: a process with some of the heads runs this too.
+        # Only d is fixed; h and g follow from the tensors: a rank with some of the heads can run this.
         q = rearrange(self.q_proj(x), "b t (h d) -> b h t d", d=self.head_dim)
         k = rearrange(self.k_proj(x), "b t (g d) -> b g t d", d=self.head_dim)
         v = rearrange(self.v_proj(x), "b t (g d) -> b g t d", d=self.head_dim)
@@ -212,7 +212,10 @@ class Llama(nn.Module):
     def through_blocks(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
-        """The residual stream behind the last block (b, t, m): all that the final norm reads."""
+        """The residual stream behind the last block (b, t, m): all that the final norm reads.
+
+        Other families have an `embedding`, `angles` or `Attention.rotate` of their own.
+        """
         x = self.embedding(tokens, positions)
         cos, sin = self.angles(positions, x.dtype)
         for n, block in enumerate(self.blocks):

@@ -4,7 +4,7 @@ A head of size d is d/2 pairs of numbers; at position p, pair i is turned by the
 Which two numbers make a pair is a matter of layout, and checkpoints come in two:
 
     half-split (Hugging Face)   pair i = x[i], x[i + d/2]     what `rotate` expects
-    interleaved (Meta)          pair i = x[2i], x[2i + 1]     checkpoint.py re-orders the rows of q and k
+    interleaved (Meta)          pair i = x[2i], x[2i + 1]     checkpoint/meta.py re-orders q and k
 
 A dot product does not care in which order its terms stand, so re-ordering the rows of q and of k alike,
 once when they are loaded, turns one layout into the other and leaves every attention score as it is.
@@ -19,8 +19,9 @@ from .config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of every pair, in radians, scaling applied: (d/2,) float32, on the CPU: a
-    power's last bit differs on a GPU, and position 100,000 makes a hundredth of a radian of it.
+    """Angle per position of every pair, in radians, scaling applied: (d/2,) float32, on the CPU.
+
+    On a GPU the last bit of the power differs; at position 100,000 that is an error of 0.01 radian.
 
     Scaling: `linear` divides every frequency by the factor (Chen et al. 2023, arXiv:2306.15595);
     `llama3` keeps the fast pairs, divides the slow ones, and blends in between (Llama 3.1,
@@ -47,8 +48,8 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every pair at `positions` (t,) or (b, t): two (1 or b, 1, t, d/2) of `dtype`.
 
-    Made anew from the positions on each forward, in float32, and cast last: a stored table would
-    follow `model.to(torch.bfloat16)`, where positions 256 and 257 are the same number.
+    Made anew from the positions on each forward, in float32, and cast last: a stored table would be
+    cast by `model.to(torch.bfloat16)`, which cannot tell position 256 from 257.
     """
     frequencies = inverse_frequencies(rope, head_dim)
     frequencies = frequencies.to(positions.device, non_blocking=positions.is_cuda)  # no wait

@@ -38,13 +38,13 @@ class StopStrings:
 
 
 class Answer:
-    """What the model writes behind one prompt (`ids`), as text, piece by piece; options as for `stream`.
+    """The text that the model writes after one prompt (ids), piece by piece; options as for `stream`.
 
-    It ends with a stop id, with a string of `stop`, which is left out, or with a limit; `ended` says
-    that it was no limit. `ids` are the new ids so far, `times` when the answer began and when each of
-    them came, `text` the text so far; `computed` is how many tokens of the prompt no cache held.
-    `shown` are the ids behind which the text goes on; `then` is called at the end, also of an answer
-    that is interrupted. A ValueError, before any work, for what `stream` refuses.
+    It ends at a stop id, at a string in `stop` (not part of the text), or at a limit; `ended` is true
+    unless a limit ended it. `ids` are the new ids so far, `text` their text, `times` when the answer
+    began and when each id came; `computed` is how many tokens of the prompt no cache held. `shown` are
+    the ids already printed, which the text continues. `then` is called at the end, even of an answer
+    that is interrupted. Raises ValueError, before any work, for what `stream` refuses.
     """
 
     def __init__(

@@ -27,13 +27,13 @@ def prompt_ids(
         require_prompts(config, [], new)
         return []
     positions, size = config.context(), len(prompt.encode("utf-8", "replace"))
-    # A smaller prompt is soon encoded, and its tokens say it better.
+    # Smaller prompts are cheap to encode, and the error can then give the token count.
     if size > max(MEGABYTE, tokenizer.most_bytes(positions)):
         raise ValueError(
             f"a prompt of {size:,} bytes does not fit the model's context of {positions:,} positions"
         )
     ids = chat_prompt(checkpoint, tokenizer, prompt, system) if chat else tokenizer.encode(prompt)
     if not ids:
-        raise ValueError("the prompt is empty, and this tokenizer puts no BOS: give it some text")
+        raise ValueError("the prompt is empty, and this tokenizer adds no BOS: give some text")
     require_prompts(config, [ids], new)
     return ids

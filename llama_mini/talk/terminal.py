@@ -11,7 +11,7 @@ from .conversation import Conversation
 
 
 def write(answer: Answer, prompt: str = "") -> None:
-    """Show a prompt and an answer as it comes; when interrupted what it held back; and end the line."""
+    """Print the prompt and stream the answer, withheld text too if it is interrupted; end the line."""
     try:
         show(prompt)
         for piece in answer:

@@ -32,6 +32,13 @@ def test_tables_of_the_page_are_those_of_the_code():
     assert WRITTEN["short"] == markdown(by_place())
 
 
+def test_the_first_page_shows_every_place():
+    page = (ROOM.parents[1] / "README.md").read_text(encoding="utf-8")
+    table = page[page.index("| placement | block |") :].split("\n\n")[0]
+    shown = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert {*shown} == {gallery.place(formulas(family)) for family in FAMILIES.values()}
+
+
 def test_lines_are_counted_right():
     """Within a tenth, so that a comment more is no new table."""
     found = re.findall(r"^\| \S+ +\| (\w+\.py) +\| (\d+) ", WRITTEN["lines"], flags=re.M)
