@@ -142,11 +142,11 @@ def worker(rank: int, size: int, ports: list[int], folders: dict[str, Path], out
         seen["together"] = [together(ranks, work) for work in WORKS]
     for name, folder in folders.items():
         if name != "big":
-            seen[name] = observe(load(folder, "cpu", torch.float32), ranks)
+            seen[name] = observe(load(open_checkpoint(folder), "cpu", torch.float32), ranks)
     if "big" in folders:  # after the others, so that what they brought in does not count
         before = peak_memory(CPU)
         with torch.inference_mode():
-            load(folders["big"], "cpu", torch.float32)(torch.tensor([[1, 2, 3]]))
+            load(open_checkpoint(folders["big"]), "cpu", torch.float32)(torch.tensor([[1, 2, 3]]))
         seen["grown"] = peak_memory(CPU) - before
     torch.save(seen, out / f"{rank}.pt")
     if ranks is None:
@@ -418,7 +418,9 @@ def test_the_fingerprint_sees_what_would_make_another_text(checkpoint: Path, tmp
     own = fingerprint(open_checkpoint(checkpoint))
     assert changed("same", lambda folder: None) == set()
     assert changed("note", config(transformers_version="4.0")) == set()
-    assert changed("theta", config(rope_theta=5.0)) == {"config"}
+    assert changed(
+        "theta", config(rope_parameters={"rope_type": "default", "rope_theta": 5.0})
+    ) == {"config"}
     assert changed("eps", config(rms_norm_eps=0.1)) == {"config"}
     for name in own_names(checkpoint):
         spoil = weights(lambda state, name=name: state[name].view(-1)[-1:].add_(1))

@@ -51,7 +51,7 @@ class Fork:
                 data += more
             if file >= 0:
                 os.close(file)
-            texts.append(data.decode())
+            texts.append(data.decode(errors="replace"))  # who read before may have cut a character
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), texts[0], texts[1]
 
 
