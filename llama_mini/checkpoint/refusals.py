@@ -63,6 +63,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "final_logit_softcapping": (None, "soft-capping of the logits"),
     "hidden_act": ("silu", "another activation in the FFN"),
     "hidden_activation": ("silu", "another activation in the FFN"),
+    "is_causal": (True, "attention that sees later positions"),
     "is_encoder_decoder": (False, "an encoder"),
     "kv_lora_rank": (None, "multi-head latent attention"),
     "logit_scale": (1.0, "scaled logits"),
@@ -94,7 +95,8 @@ ONLY: dict[str, tuple[Any, str]] = {
 
 # Of these, the ones that say what the weights are, whichever class reads them.
 ALWAYS = frozenset(
-    "quantization_config quantization compression_config per_layer_config is_encoder_decoder".split()
+    "quantization_config quantization compression_config per_layer_config is_encoder_decoder "
+    "is_causal".split()
 )
 # Keys that transformers' classes have for training, bookkeeping and generation: they are read, and change
 # nothing in a forward pass.

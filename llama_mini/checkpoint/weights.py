@@ -110,7 +110,7 @@ def build(checkpoint: Checkpoint) -> Llama:
         with torch.device("meta"), NoInit():
             layers = max(1, min(blocks, config.num_hidden_layers))
             model = family.model(dataclasses.replace(config, num_hidden_layers=layers))
-    except (RuntimeError, TypeError, OverflowError) as error:
+    except (RuntimeError, TypeError, OverflowError, ValueError) as error:
         raise ValueError(
             f"{folder / config_name}: no model of these sizes can be made: {said(error)}"
         ) from None

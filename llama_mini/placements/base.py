@@ -41,6 +41,8 @@ class FamilyConfig(LlamaConfig):
                 raise ValueError(f"{field.name} must be true or false, not {short(value)}")
             if kind in ("int", "float"):
                 require_positive(field.name, value, *((int, float) if kind == "float" else (int,)))
+                if kind == "float":  # torch takes no integer of more than 64 bits
+                    object.__setattr__(self, field.name, float(value))
         if self.partial_rotary_factor > 1:
             raise ValueError(f"partial_rotary_factor is {self.partial_rotary_factor}: above 1")
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:

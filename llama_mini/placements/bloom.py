@@ -18,7 +18,7 @@ from .base import EmbedNorm, FamilyBlock, FamilyConfig
 from .family import family
 from .ffn import BloomMLP
 from .files import BLOOM, head_by_head
-from .gpt import BIASES, BLOOM_KEYS, four_times_hidden_size
+from .gpt import BIASES, BLOOM_KEYS, UNTURNED, four_times_hidden_size
 from .scores import Alibi
 
 
@@ -53,7 +53,7 @@ FAMILY = family(
     Block,
     BloomConfig,
     keys={"apply_residual_connection_post_layernorm"},
-    unshared={"num_key_value_heads", "head_dim", "intermediate_size"},
+    unshared={"intermediate_size"} | UNTURNED,
     renames=BLOOM_KEYS,
     fields=four_times_hidden_size,
     reads={"hidden_dropout", "slow_but_exact"},

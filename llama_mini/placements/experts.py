@@ -53,6 +53,14 @@ class GroupedExperts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        experts, groups, opened = config.n_routed_experts, config.n_group, config.topk_group
+        each, chosen = experts // groups, config.num_experts_per_tok
+        # A group counts by the sum of its best two.
+        if experts % groups or each < 2 or opened > groups or chosen > opened * each:
+            raise ValueError(
+                f"n_routed_experts {experts} in n_group {groups}, topk_group {opened} of them open, give "
+                f"no num_experts_per_tok {chosen}"
+            )
         self.router = nn.Linear(config.hidden_size, config.n_routed_experts)
         wide = config.n_shared_experts * config.moe_intermediate_size
         one = replace(config, intermediate_size=config.moe_intermediate_size)

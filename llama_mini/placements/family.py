@@ -12,6 +12,8 @@ from .base import Decoder, FamilyBlock, FamilyConfig
 from .files import NAMES
 from .keys import SHARED, read, renamed
 
+# Of the names that a family renames, those that transformers takes as well (`attribute_map`).
+ALIASES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"}
 Split = Callable[[str, Tensor, LlamaConfig], dict[str, Tensor]]
 
 
@@ -72,12 +74,15 @@ def family(
     says under other names. `defaults` are fields of the config where nothing else says them.
     """
     renames = renames or {}
-    read_keys = (SHARED - unshared) | keys | renames.keys()
+    ours = {*renames.values()} - ALIASES  # no key of the family's: transformers does not read it
+    read_keys = ((SHARED | keys) - unshared - ours) | renames.keys()
 
     def parse(given: dict[str, Any]) -> LlamaConfig:
         given = renamed({key: given[key] for key in given if key in read_keys}, renames)
         more = fields(given) if fields else {}
-        return read(config, given | more, read_keys | {*more}, (*SIZES, *required), **defaults)
+        return read(
+            config, given | more, read_keys | ours | {*more}, (*SIZES, *required), **defaults
+        )
 
     return Family(
         model_type,

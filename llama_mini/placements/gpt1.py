@@ -16,7 +16,7 @@ from .base import FamilyBlock, LearnedConfig, LearnedPositions
 from .family import family
 from .ffn import MLP
 from .files import GPT1, transposed
-from .gpt import BIASES, GPT_KEYS, GPT_MASK, GPT_UNUSED, gpt1_fields
+from .gpt import BIASES, GPT_KEYS, GPT_MASK, GPT_UNUSED, UNTURNED, gpt1_fields
 from .scores import SumAttention
 
 
@@ -44,7 +44,7 @@ FAMILY = family(
     nn.LayerNorm,
     Block,
     LearnedConfig,
-    unshared={"intermediate_size"},
+    unshared={"intermediate_size"} | UNTURNED,
     renames=GPT_KEYS | {"afn": "hidden_act"},
     fields=gpt1_fields,
     reads=GPT_UNUSED,

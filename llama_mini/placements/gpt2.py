@@ -17,7 +17,7 @@ from .attention import Unrotated
 from .base import FamilyBlock, LearnedConfig, LearnedPositions
 from .family import family
 from .ffn import MLP
-from .gpt import BIASES, GPT_KEYS, GPT_MASK, GPT_UNUSED, four_times_hidden_size
+from .gpt import BIASES, GPT_KEYS, GPT_MASK, GPT_UNUSED, UNTURNED, four_times_hidden_size
 from .keys import declared
 
 
@@ -53,6 +53,7 @@ FAMILY = family(
     Block,
     GPT2Config,
     keys=declared(GPT2Config) | {"hidden_act"},
+    unshared=UNTURNED,
     renames={**GPT_KEYS, "n_inner": "intermediate_size", "activation_function": "hidden_act"},
     fields=four_times_hidden_size,
     reads=GPT_UNUSED | {"add_cross_attention", "reorder_and_upcast_attn"},

@@ -98,12 +98,13 @@ def unread_rope(given: dict[str, Any], keys: frozenset[str]) -> dict[str, Any]:
     if isinstance(ropes, dict) and ropes and ropes.keys() <= {FULL, SLIDING}:
         parts = ({"rope_parameters": part or {}} for part in ropes.values())
         return {name: value for part in parts for name, value in unread_rope(part, keys).items()}
+    turned_in_part = {"partial_rotary_factor", "rotary_pct"} & keys  # GPT-NeoX's name for it
     return {
         f"{key}.{name}": value
         for key, part in _ropes(given, strict=False)
         for name, value in part.items()
         if name not in ("rope_theta", "rope_type", *ROPE_KEYS.get(part["rope_type"], part))
-        and (name, name in keys) != ("partial_rotary_factor", True)
+        and not (name == "partial_rotary_factor" and turned_in_part)
     }
 
 

@@ -50,7 +50,7 @@ FAMILY = family(
     Block,
     NeoXConfig,
     keys={"attention_bias", "hidden_act", "partial_rotary_factor", "use_parallel_residual"},
-    unshared={"num_key_value_heads", "head_dim"},
+    unshared={"num_key_value_heads"},
     renames=NEOX_KEYS,
     reads={"classifier_dropout", "hidden_dropout", "is_decoder"},
     names=NEOX,

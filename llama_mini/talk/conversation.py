@@ -9,6 +9,7 @@ from ..checkpoint.tokenizer_base import Tokenizer
 from ..generation import STRIDE
 from ..model import Llama
 from .answer import Answer
+from .prompt import require_size
 
 
 class Conversation:
@@ -39,6 +40,7 @@ class Conversation:
         where it is interrupted; a turn without an answer is forgotten. A ValueError for a
         conversation that no longer fits the context.
         """
+        require_size(text, self.model.config, self.tokenizer)
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = chat_prompt(self.checkpoint, self.tokenizer, messages)
         pairs = zip(ids, self._held, strict=False)

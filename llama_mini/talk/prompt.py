@@ -2,6 +2,7 @@
 
 from ..checkpoint import Checkpoint, chat_prompt
 from ..checkpoint.tokenizer_base import Tokenizer
+from ..config import LlamaConfig
 from ..generation import require_prompts
 
 MEGABYTE = 2**20
@@ -26,14 +27,19 @@ def prompt_ids(
         chat_prompt(checkpoint, tokenizer, "Hi", system)  # or each turn would fail
         require_prompts(config, [], new)
         return []
+    require_size(prompt, config, tokenizer)
+    ids = chat_prompt(checkpoint, tokenizer, prompt, system) if chat else tokenizer.encode(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty, and this tokenizer adds no BOS: give some text")
+    require_prompts(config, [ids], new)
+    return ids
+
+
+def require_size(prompt: str, config: LlamaConfig, tokenizer: Tokenizer) -> None:
+    """Raise a ValueError for a text whose bytes alone say that it does not fit the context."""
     positions, size = config.context(), len(prompt.encode("utf-8", "replace"))
     # Smaller prompts are cheap to encode, and the error can then give the token count.
     if size > max(MEGABYTE, tokenizer.most_bytes(positions)):
         raise ValueError(
             f"a prompt of {size:,} bytes does not fit the model's context of {positions:,} positions"
         )
-    ids = chat_prompt(checkpoint, tokenizer, prompt, system) if chat else tokenizer.encode(prompt)
-    if not ids:
-        raise ValueError("the prompt is empty, and this tokenizer adds no BOS: give some text")
-    require_prompts(config, [ids], new)
-    return ids

@@ -139,6 +139,7 @@ WRONG = {
     "final_logit_softcapping": 30.0,
     "hidden_act": "gelu",
     "hidden_activation": "gelu_pytorch_tanh",
+    "is_causal": False,
     "is_encoder_decoder": True,
     "kv_lora_rank": 512,
     "logit_scale": 0.0625,

@@ -187,3 +187,12 @@ def test_stop_strings_do_not_depend_on_the_pieces(text, stops, cuts):
     assert found == through([text])
     ends = [(text.index(s) + len(s), text.index(s)) for s in stops if s in text]
     assert found == (text[: min(ends)[1]] if ends else text)
+
+
+def test_a_turn_that_cannot_fit_is_refused_before_it_is_encoded(talk, monkeypatch):
+    monkeypatch.setattr(
+        "llama_mini.talk.conversation.chat_prompt", lambda *_: pytest.fail("encoded")
+    )
+    with pytest.raises(ValueError, match=r"5,000,000 bytes.*context of 300"):
+        talk.ask("a" * 5_000_000)
+    assert talk.messages[1:] == []
