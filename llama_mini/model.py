@@ -214,7 +214,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """The residual stream behind the last block (b, t, m): all that the final norm reads.
 
-        Other families have an `embedding`, `angles` or `Attention.rotate` of their own.
+        Other families override this, `embedding`, `angles` or `Attention.rotate`.
         """
         x = self.embedding(tokens, positions)
         cos, sin = self.angles(positions, x.dtype)

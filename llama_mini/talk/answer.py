@@ -38,7 +38,7 @@ class StopStrings:
 
 
 class Answer:
-    """The text that the model writes after one prompt (ids), piece by piece; options as for `stream`.
+    """The text that the model writes after `prompt`, piece by piece; options as for `stream`.
 
     It ends at a stop id, at a string in `stop` (not part of the text), or at a limit; `ended` is true
     unless a limit ended it. `ids` are the new ids so far, `text` their text, `times` when the answer
