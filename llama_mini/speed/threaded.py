@@ -1,41 +1,50 @@
 """One token's linear layers on all cores of a CPU, in plain torch: the same bits, sooner.
 
-The product of a matrix and one vector goes to a routine of the BLAS that runs on one thread, and then a
-single core waits for memory. A batch of such products, each with its own rows of the weight, runs on all.
+torch makes one token's product as that of two matrices. In float32 this comes to a routine of the BLAS that runs on
+one thread, and then a single core waits for memory; a batch of such products, each with its own rows of the weight,
+runs on all. In bfloat16 the weight is first brought into another order; a matrix and a vector go without.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-LEAST = 2**17  # numbers in a weight; below, the threads cost more than they save
+Product = Callable[[Tensor, Tensor], Tensor]
+
+# Numbers in a weight; below, little is saved, or the threads cost more.
+LEAST = {torch.float32: 2**17, torch.bfloat16: 2**16}
 BLOCK = 4  # the routine takes so many rows at once, and rows that do not fill a block otherwise
 
-# Whether a weight's product is the same to the last bit in parts, by all that can decide it.
+# Whether a weight's product by another way is the same to the last bit, by all that can decide it.
 EXACT: dict[tuple[object, ...], bool] = {}
+TRIALS = 4  # products by which that is decided
+SHOWN = 10  # sums that have to differ in another order, for these products to decide it
 
 
 class ThreadedLinear(nn.Linear):
-    """nn.Linear without a bias, whose product with one token in float32 is shared out over the threads
-    by rows of the weight, where that moves no bit. It is made of such a layer, on its weight.
+    """nn.Linear without a bias, whose product with one token in float32 or bfloat16 is made another way
+    where that is sooner and moves no bit. It is made of such a layer, on its weight.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight = layer.weight
 
-    decided: tuple[object, int] = (None, 1)  # for which threads and weight, how many parts
+    decided: tuple[object, Product | None] = (None, None)  # for which threads and weight, which way
 
     def forward(self, x: Tensor) -> Tensor:
         if is_plain(x, self.weight):
             weight = self.weight
             threads = torch.get_num_threads()
             now = (threads, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
-            before, n = self.decided
+            before, product = self.decided
             if now != before:
-                n = parts(weight, threads)
-                self.decided = (now, n)
-            if n > 1:
-                return in_parts(x, weight, n)
+                product = product_of(weight, threads)
+                self.decided = (now, product)
+            if product is not None:
+                return product(x, weight)
         return super().forward(x)
 
 
@@ -44,6 +53,7 @@ def is_plain(x: Tensor, weight: Tensor) -> bool:
     return not (
         torch.compiler.is_compiling()
         or x.shape != (1, 1, weight.shape[-1])
+        or x.dtype != weight.dtype
         or type(x) is not Tensor
         or type(weight) is not nn.Parameter
         or weight.device.type != "cpu"
@@ -53,36 +63,50 @@ def is_plain(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def parts(weight: Tensor, threads: int) -> int:
-    """How many of the threads can share a product with `weight` (o, m): 1 unless that gives the same bits.
+def product_of(weight: Tensor, threads: int) -> Product | None:
+    """The sooner way to a product with `weight` (o, m); None unless it gives the same bits.
 
     Tried once for a shape.
     """
-    rows, columns = weight.shape
-    blocks, rest = divmod(rows, BLOCK)
-    if (
-        rest
-        or weight.numel() < LEAST
-        or weight.dtype != torch.float32
-        or not weight.is_contiguous()
-    ):
-        return 1
-    n = max(n for n in range(1, threads + 1) if blocks % n == 0)
-    if n == 1:
-        return 1
-    key = (rows, columns, weight.data_ptr() % 64, threads)
+    if not weight.is_contiguous() or weight.numel() < LEAST.get(weight.dtype, torch.inf):
+        return None
+    product: Product = as_vector
+    if weight.dtype == torch.float32:
+        blocks, rest = divmod(len(weight), BLOCK)
+        n = max(n for n in range(1, threads + 1) if blocks % n == 0)
+        if rest or n == 1:
+            return None
+        product = partial(in_parts, n=n)
+    key = (*weight.shape, weight.dtype, weight.data_ptr() % 64, threads)
     if key not in EXACT:
-        seeded = torch.Generator("cpu").manual_seed(0)
-        xs = torch.randn(3, 1, 1, columns, generator=seeded, dtype=torch.float32, device="cpu")
-        some = weight[:1024]
-        backwards = nn.functional.linear(xs[0].flip(-1), some.flip(-1))
-        moved = (backwards != nn.functional.linear(xs[0], some)).float().mean()
-        if not moved > 0.25:  # a weight of zeros is the same in any order, and shows nothing
-            return 1
+        some, xs = telling(weight)
+        backwards = [nn.functional.linear(x.flip(-1), some.flip(-1)) for x in xs]
+        plain = [nn.functional.linear(x, some) for x in xs]
+        moved = sum(int((a != b).sum()) for a, b in zip(plain, backwards, strict=True))
+        if moved < SHOWN:  # a weight of zeros is the same in any order, and shows nothing
+            return None
         EXACT[key] = all(
-            torch.equal(in_parts(x, weight, n), nn.functional.linear(x, weight)) for x in xs
+            torch.equal(product(x, weight), nn.functional.linear(x, weight)) for x in xs
         )
-    return n if EXACT[key] else 1
+    return product if EXACT[key] else None
+
+
+def telling(weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Some rows (n, m) of `weight`, and vectors (1, 1, m) whose products with them nearly cancel.
+
+    What is left of such a sum is mostly rounding, so another order shows, even where 8 bits are kept.
+    """
+    some = weight[: min(512, weight.shape[1] // 2)]
+    seeded = torch.Generator("cpu").manual_seed(0)
+    xs = torch.randn(TRIALS, weight.shape[1], generator=seeded, dtype=torch.float32, device="cpu")
+    directions = torch.linalg.qr(some.float().t()).Q
+    xs = (xs - xs @ directions @ directions.t()).to(weight.dtype)
+    return some, [x.view(1, 1, -1) for x in xs]
+
+
+def as_vector(x: Tensor, weight: Tensor) -> Tensor:
+    """`weight` (o, m) times x (1, 1, m), as a matrix and a vector: (1, 1, o)."""
+    return torch.mv(weight, x.view(-1)).view(1, 1, -1)
 
 
 def in_parts(x: Tensor, weight: Tensor, n: int) -> Tensor:

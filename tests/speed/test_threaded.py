@@ -1,4 +1,4 @@
-"""One token's products shared out over threads: the same bits, and only where they are."""
+"""One token's products made sooner on a CPU: the same bits, and only where they are."""
 
 import copy
 import subprocess
@@ -14,11 +14,10 @@ from llama_mini import KVCache, load_model
 from llama_mini.model import Llama
 from llama_mini.speed import all_cores, threaded
 from llama_mini.speed.private import hooked
-from llama_mini.speed.threaded import ThreadedLinear, in_parts
+from llama_mini.speed.threaded import TRIALS, ThreadedLinear, as_vector, in_parts
 from tests.support.fixtures import SHIPPED
 
 X = torch.linspace(-1, 1, 512).view(1, 1, -1)
-TRIALS = 3  # products in parts by which a shape is decided, at most
 
 
 @pytest.fixture(autouse=True)
@@ -32,28 +31,35 @@ def two_threads(monkeypatch):
 
 @pytest.fixture
 def split(monkeypatch):
-    """The shapes of the products that were shared out."""
+    """The shapes of the products that were made another way."""
     shapes = []
 
     def spy(x, weight, n):
         shapes.append((n, *weight.shape))
         return in_parts(x, weight, n)
 
+    def spy_vector(x, weight):
+        shapes.append((1, *weight.shape))
+        return as_vector(x, weight)
+
     monkeypatch.setattr(threaded, "in_parts", spy)
+    monkeypatch.setattr(threaded, "as_vector", spy_vector)
     return shapes
 
 
-def make(rows: int, columns: int = 512) -> ThreadedLinear:
-    return ThreadedLinear(nn.Linear(columns, rows, bias=False)).requires_grad_(False)
+def make(rows: int, columns: int = 512, dtype: torch.dtype = torch.float32) -> ThreadedLinear:
+    layer = nn.Linear(columns, rows, bias=False, dtype=dtype)
+    return ThreadedLinear(layer).requires_grad_(False)
 
 
 @pytest.mark.parametrize("offset", range(0, 16, 3))  # of a weight in its file, in numbers
 @pytest.mark.parametrize("rows", [256, 576, 1000, 4096, 4098])
-def test_no_bit_moves(rows, offset, split):
-    layer = make(rows)
-    numbers = torch.empty(rows * 512 + 16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_moves(rows, offset, dtype, split):
+    layer = make(rows, dtype=dtype)
+    numbers = torch.empty(rows * 512 + 16, dtype=dtype)
     layer.weight.data = numbers[offset : offset + rows * 512].view(rows, 512).copy_(layer.weight)
-    x = X.clone()
+    x = X.to(dtype, copy=True)
     strange = x.as_strided((1, 1, 512), (512, 1, 1))  # contiguous, says torch
     for each in (x, x, strange):
         assert torch.equal(layer(each), F.linear(each, layer.weight))
@@ -66,19 +72,31 @@ def test_parts_make_the_whole():
         assert torch.allclose(in_parts(X, layer.weight, n), F.linear(X, layer.weight), atol=1e-6)
 
 
-def test_sums_that_differ_stay_whole(monkeypatch, split):
-    layer, other = make(576), make(576)
-    monkeypatch.setattr(threaded, "in_parts", lambda x, weight, n: in_parts(x, weight, n) + 1e-6)
-    assert torch.equal(layer(X), F.linear(X, layer.weight))
+def in_another_order(x, weight, n=1):
+    """The sums of the products in blocks of 64, as another routine might make them."""
+    products = x.float().view(-1, 64) * weight.float().view(len(weight), -1, 64)
+    return products.sum(-1).sum(-1).to(x.dtype).view(1, 1, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_that_differ_stay_whole(dtype, monkeypatch):
+    """Also where all but 8 bits of a sum are dropped, which hide most other orders from most inputs."""
+    layer, other = make(576, dtype=dtype), make(576, dtype=dtype)
+    x = X.to(dtype)
+    for way in ("in_parts", "as_vector"):
+        monkeypatch.setattr(threaded, way, in_another_order)
+    assert torch.equal(layer(x), F.linear(x, layer.weight))
     assert list(threaded.EXACT.values()) == [False]
-    monkeypatch.setattr(threaded, "in_parts", None)  # nor is it tried again
-    assert torch.equal(other(X), F.linear(X, other.weight))
+    for way in ("in_parts", "as_vector"):
+        monkeypatch.setattr(threaded, way, pytest.fail)  # nor is it tried again
+    assert torch.equal(other(x), F.linear(x, other.weight))
 
 
-def test_a_weight_that_shows_nothing_decides_nothing(split):
-    layer = make(512)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_shows_nothing_decides_nothing(dtype, split):
+    layer, x = make(512, dtype=dtype), X.to(dtype)
     layer.weight.copy_(torch.eye(512))
-    assert torch.equal(layer(X), F.linear(X, layer.weight))
+    assert torch.equal(layer(x), F.linear(x, layer.weight))
     assert (threaded.EXACT, split) == ({}, [])
 
 
@@ -121,8 +139,9 @@ def test_what_stays_whole(split, monkeypatch):
     layer(X.expand(2, 1, -1))  # a batch, or a prompt, is a matrix product
     layer(X.expand(1, 2, -1))
     layer(X[0])
-    layer.bfloat16()(X.bfloat16())
+    layer.half()(X.half())
     make(64)(X)
+    make(64, dtype=torch.bfloat16)(X.bfloat16())
     make(577)(X)
     make(576)(X.clone().requires_grad_()).sum().backward()
     with monkeypatch.context() as patch:
@@ -143,11 +162,12 @@ def test_layers_on_another_device_are_left_alone():
     assert [type(layer) for layer in all_cores(layers)] == [nn.Linear, ThreadedLinear]
 
 
-def test_a_model_on_all_cores_writes_the_same_bits(split):
-    plain = load_model(SHIPPED).float()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_on_all_cores_writes_the_same_bits(dtype, split):
+    plain = load_model(SHIPPED, dtype=dtype)
     before = torch.get_rng_state()
     model = all_cores(plain)
-    caches = [KVCache(model.config, capacity=16) for _ in range(2)]
+    caches = [KVCache(model.config, capacity=16, dtype=dtype) for _ in range(2)]
     for ids in ([5, 9, 2], [33], [7], [60]):
         logits = [
             each(torch.tensor([ids]), cache=cache, last_only=True)
@@ -156,7 +176,7 @@ def test_a_model_on_all_cores_writes_the_same_bits(split):
         assert torch.equal(*logits)
     assert torch.equal(torch.get_rng_state(), before)
     assert threaded.EXACT
-    for (*shape, _, _), exact in threaded.EXACT.items():
+    for (*shape, _, _, _), exact in threaded.EXACT.items():
         products = sum(each[1:] == tuple(shape) for each in split)
         assert products >= TRIALS + 3 if exact else products <= TRIALS  # there are three new tokens
 
