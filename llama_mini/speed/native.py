@@ -4,7 +4,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -12,8 +11,6 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17"]
-if platform.machine() in ("x86_64", "AMD64"):
-    FLAGS.append("-mprefer-vector-width=256")  # measured: a tenth faster than 512 on a Zen 4
 
 
 def folder() -> Path:
@@ -35,14 +32,15 @@ def library() -> ctypes.CDLL:
     try:
         # What the processor can do is among the compiler's macros: a home folder can serve several kinds.
         macros = run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
-        key = hashlib.sha256("\0".join([*FLAGS, macros, SOURCE.read_text()]).encode()).hexdigest()
+        flags = [*FLAGS, *width(macros)]
+        key = hashlib.sha256("\0".join([*flags, macros, SOURCE.read_text()]).encode()).hexdigest()
         path = folder() / f"step-{key[:16]}.so"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             # Made under another name: what stands under its own is whole, whoever else compiles now.
             with tempfile.TemporaryDirectory(dir=path.parent) as making:
                 made = Path(making) / path.name
-                run([compiler, *FLAGS, str(SOURCE), "-o", str(made)])
+                run([compiler, *flags, str(SOURCE), "-o", str(made)])
                 made.replace(path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.CalledProcessError) as error:
@@ -50,6 +48,17 @@ def library() -> ctypes.CDLL:
         raise ValueError(
             f"{compiler} cannot compile {SOURCE.name} here: use the plain model ({said})"
         ) from None
+
+
+def width(macros: str) -> list[str]:
+    """The flag for the width of vectors, given the compiler's macros for this processor.
+
+    Measured: 512 bits are a tenth slower than 256 on a Zen 4, and 4 % faster on a Sapphire Rapids, which was the
+    first with AVX512-FP16.
+    """
+    if "__AVX512F__" not in macros:
+        return []
+    return [f"-mprefer-vector-width={512 if '__AVX512FP16__' in macros else 256}"]
 
 
 def run(command: list[str]) -> str:

@@ -36,11 +36,19 @@ inline float exponential(float x) {  // within 2e-7 of its value; without branch
 
 constexpr long LANES = 64;  // so many sums at once hide the latency of an addition
 
+template <class T>
+inline void ahead(const T* w) {  // asks for what is read soon; a processor does so by itself, but less far
+  constexpr long distance = 2048 / sizeof(T), line = 64 / sizeof(T);
+  for (long i = 0; i < LANES; i += line) __builtin_prefetch(w + distance + i);
+}
+
 inline float dot(const float* w, const float* x, long n) {
   float sums[LANES] = {}, sum = 0;
   long i = 0;
-  for (; i + LANES <= n; i += LANES)
+  for (; i + LANES <= n; i += LANES) {
+    ahead(w + i);
     for (long lane = 0; lane < LANES; lane++) sums[lane] += w[i + lane] * x[i + lane];
+  }
 #pragma omp simd reduction(+ : sum)
   for (long rest = i; rest < n; rest++) sum += w[rest] * x[rest];
 #pragma omp simd reduction(+ : sum)
@@ -54,13 +62,15 @@ inline float dot(const bfloat16* w, const float* x, long n) {
   constexpr long half = LANES / 2;
   float low[half] = {}, high[half] = {}, sum = 0;
   long i = 0;
-  for (; i + LANES <= n; i += LANES)
+  for (; i + LANES <= n; i += LANES) {
+    ahead(w + i);
     for (long lane = 0; lane < half; lane++) {
       std::uint32_t pair;
       std::memcpy(&pair, w + i + 2 * lane, 4);
       low[lane] += from_bits(pair << 16) * x[i + lane];
       high[lane] += from_bits(pair & 0xffff0000) * x[i + half + lane];
     }
+  }
 #pragma omp simd reduction(+ : sum)
   for (long rest = i; rest < n; rest++) sum += value(w[rest]) * x[rest];
 #pragma omp simd reduction(+ : sum)

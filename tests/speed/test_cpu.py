@@ -406,3 +406,16 @@ def test_without_a_compiler_it_says_so(empty_cache, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="CXX"):
         fast_model(make())
     assert not list(empty_cache.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("features", "flags"),
+    [
+        ([], []),
+        (["AVX2"], []),
+        (["AVX512F", "AVX512BF16"], ["-mprefer-vector-width=256"]),
+        (["AVX512F", "AVX512FP16"], ["-mprefer-vector-width=512"]),
+    ],
+)
+def test_the_width_of_vectors_is_chosen_by_the_processor(features, flags):
+    assert native.width("".join(f"#define __{each}__ 1\n" for each in features)) == flags
