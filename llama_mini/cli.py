@@ -227,6 +227,20 @@ def silence(*streams: TextIO) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def require_place(path: Path, option: str) -> None:
+    """Raise a `ValueError` unless a file can be put at `path`, which `option` asks for. A command calls it
+    before the work whose result it is to write.
+    """
+    folder = path.resolve().parent  # a link stays, and the file that it leads to is replaced
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a pipe or a device"
+        raise ValueError(f"{option} {path} is {what}: name a file")
+    if not folder.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: nothing can be written in {folder}")
+
+
 def choose_device(name: str) -> torch.device:
     """The device asked for, or for auto the best that is there; a `ValueError` when it is not."""
     there = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..checkpoint.files import replace
-from ..cli import choose_device
+from ..cli import choose_device, require_place
 from ..generation import generate
 from ..model import Attend, Llama
 from ..speed import fast_model
@@ -223,8 +223,12 @@ def table(report: dict[str, Any]) -> str:
 
 def write_report(out: Path, device_name: str = "cuda") -> None:
     """Measure on the CUDA GPU that is there; write JSON to `out`, and a table beside it, with `.md`."""
-    device = choose_device(device_name)
+    device, beside = choose_device(device_name), out.with_suffix(".md")
+    if out == beside:
+        raise ValueError(f"--gpu-report {out}: .md is the table's; name the JSON file otherwise")
+    for path in (out, beside):
+        require_place(path, "--gpu-report")
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     report: dict[str, Any] = {"torch": torch.__version__, "device": name, "parts": measured(device)}
     replace(out, lambda file: file.write_text(json.dumps(report, indent=1)))
-    replace(out.with_suffix(".md"), lambda file: file.write_text(table(report)))
+    replace(beside, lambda file: file.write_text(table(report)))

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -60,11 +61,29 @@ def is_there(path: Path) -> bool:
         there = os.path.lexists(path)
     except OSError as error:  # no permission, a name too long
         raise ValueError(f"{path} cannot be opened: {error.strerror}") from None
-    if path.is_symlink():
+    if there and not path.exists():
         raise ValueError(f"{path} is a link that leads to no file")
     if there:
-        raise ValueError(f"{path} is no file but a folder or device")
+        raise ValueError(f"{path} is {kind(path)}, and a regular file is needed")
     return False
+
+
+def kind(path: Path) -> str:
+    """What stands at `path`, which is no regular file."""
+    mode = path.stat().st_mode
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((name for test, name in kinds if test(mode)), "a device")
+
+
+def require_file(path: Path) -> None:
+    """Raise an error that says what stands at `path`, unless it is a regular file that can be read."""
+    if not is_there(path):
+        here = "; standard input is not read here" if str(path) == "-" else ""
+        raise FileNotFoundError(f"there is no file {str(path)!r}{here}")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

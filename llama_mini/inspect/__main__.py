@@ -19,8 +19,8 @@ import torch
 
 from ..checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint, require_memory
 from ..checkpoint.hub import META_FILES
-from ..checkpoint.untrusted import utf8
-from ..cli import DEVICES, choose_device, run_command, table
+from ..checkpoint.untrusted import require_file, utf8
+from ..cli import DEVICES, choose_device, require_place, run_command, table
 from ..config import shown
 from ..generation import require_prompts
 from ..model import Llama
@@ -46,6 +46,7 @@ def load(
 
 
 def record_command(options: argparse.Namespace) -> None:
+    require_place(Path(options.out), "--out")
     checkpoint = open_checkpoint(options.model)
     require_no_checkpoint(Path(options.out), checkpoint)
     ids = load_tokenizer(checkpoint).encode(options.prompt)
@@ -149,8 +150,7 @@ def norms_command(options: argparse.Namespace) -> None:
 
 def perplexity_command(options: argparse.Namespace) -> None:
     file = Path(options.file)
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
+    require_file(file)
     text = utf8(file, file.read_bytes())
     checkpoint = open_checkpoint(options.model)
     window, stride = perplexity.sizes(checkpoint.config, options.window, options.stride)

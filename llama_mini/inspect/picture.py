@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint.files import replace
+from ..cli import require_place
 from .norm_report import NormRow, is_sink
 
 # Apart by shape and hatching too, not by colour alone; colours by Okabe and Ito.
@@ -22,8 +23,7 @@ def require_plot(path: Path) -> None:
     """Raise a `ValueError` unless a picture can be drawn into the file `path`."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"--plot {path}: the name must end in .png or .svg")
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+    require_place(path, "--plot")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'llama-mini[plot]'")
 

@@ -175,12 +175,12 @@ def load_trace(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a trace file, whoever wrote it."""
     from safetensors.torch import load_file
 
-    from ..checkpoint.untrusted import read_header
+    from ..checkpoint.untrusted import read_header, require_file
 
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    read_header(Path(path))  # bounds it
+    require_file(Path(path))
     try:
+        read_header(Path(path))  # bounds it
         return load_file(path)
     except Exception as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
+        what = "is no trace file, which is one in safetensors as `inspect record` writes it"
+        raise ValueError(f"{path} {what}: {error}") from None

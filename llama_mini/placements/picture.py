@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..cli import require_place
 from . import FAMILIES
 from .gallery import formulas, place
 
@@ -75,8 +76,7 @@ def plot(path: Path) -> None:
     """Draw all places into a .png or .svg file; a `ValueError` where that cannot be."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"--plot {path}: the name must end in .png or .svg")
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+    require_place(path, "--plot")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'llama-mini[plot]'")
     import matplotlib

@@ -10,6 +10,8 @@ import sentencepiece
 import torch
 from torch import Tensor
 
+from ..checkpoint.untrusted import require_file
+
 BOS, EOS = 1, 2
 IGNORED = -100  # cross_entropy's mark for a target that does not count
 
@@ -25,8 +27,7 @@ def read_documents(path: Path, held_out: int) -> tuple[list[str], list[str]]:
     """The documents of a UTF-8 text, each ended by a line `<|endoftext|>`: all but the last
     `held_out`, and those. A `ValueError` when there is nothing to train on.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no text file {path}")
+    require_file(path)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

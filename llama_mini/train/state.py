@@ -5,7 +5,7 @@ import math
 import os
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,27 @@ KINDS = {
 def locked(folder: Path) -> Iterator[None]:
     """Within it, no other training works in `folder`, which is made where it is not there; a
     `ValueError` while one does. The lock is on the folder itself and ends with the process.
+
+    What was made and is still empty at the end is taken away: the training was refused.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if folder.exists():
+            raise ValueError(f"--out {folder} is a file: give a folder") from None
+        raise OSError(f"--out {folder} cannot be made: {error.strerror}") from None
+    try:
+        with alone_in(folder):
+            yield
+    finally:
+        with suppress(OSError):  # it holds something
+            for each in missing:
+                each.rmdir()
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} cannot be written to: give another --out")
     if fcntl is None:

@@ -53,3 +53,14 @@ def test_time_limits_do_not_outlive_their_part():
     with gpu_report.limited(1):
         pass
     time.sleep(1.2)
+
+
+@pytest.mark.parametrize("name", ["", "no/out.json", "out.md", "out.json"])
+def test_a_place_that_cannot_take_the_gpu_report_is_named_before_it_is_measured(
+    monkeypatch, tmp_path, name
+):
+    monkeypatch.setattr(gpu_report, "PARTS", {})
+    (tmp_path / "out.md").mkdir()
+    with pytest.raises(ValueError, match=f"--gpu-report {tmp_path}"):
+        gpu_report.write_report(tmp_path / name, "cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.md"]

@@ -263,7 +263,7 @@ def test_links(shards: Path, tmp_path: Path) -> None:
         (blobs / "moved").rename(blobs / name)
     (snapshot / "added_tokens.json").unlink()
     os.mkfifo(snapshot / "added_tokens.json")  # to read from it would never end
-    refusal(snapshot, f"{snapshot / 'added_tokens.json'} is no file")
+    refusal(snapshot, f"{snapshot / 'added_tokens.json'} is a pipe")
 
 
 def test_what_the_tokenizers_library_panics_at(

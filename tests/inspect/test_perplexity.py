@@ -1,6 +1,7 @@
 """Perplexity: transformers' number on the same windows, and what a window is."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,14 @@ def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path, capsys) -> None
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "empty").write_text("")
     (tmp_path / "text").write_text(TEXT)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
     for name, values in {
         "gone": [str(tmp_path / "gone")],
+        ".": [f"{tmp_path} is a folder"],
+        "pipe": [f"{tmp_path / 'pipe'} is a pipe"],
+        "/dev/null": ["/dev/null is a device"],
+        "link": [f"{tmp_path / 'link'} is a link"],
         "binary": [str(tmp_path / "binary"), "UTF-8"],
         "empty": ["1", "2"],
         "text --window 129": ["--window 129", "128"],
@@ -107,6 +114,15 @@ def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path, capsys) -> None
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1), name
         assert all(value in err for value in values), err
+
+
+def test_standard_input_is_not_read(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["perplexity", "-", "--model", "nowhere"]) == 1
+    assert "standard input" in capsys.readouterr().err
+    Path("-").write_bytes(b"\xff")  # a file of that name is one
+    assert main(["perplexity", "-", "--model", "nowhere"]) == 1
+    assert "- is not text in UTF-8" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_is_refused(checkpoint: Path) -> None:

@@ -499,8 +499,9 @@ def test_wrong_input_is_one_line_and_exit_code_1(
     a_model = ("record", "--model", checkpoint)
     cases: list[tuple[list[object], tuple[object, ...]]] = [
         ([gone], ("compare", a, gone)),
-        ([tmp_path], ("compare", a, tmp_path)),
-        ([text], ("compare", text, a)),
+        ([f"{tmp_path} is a folder"], ("compare", a, tmp_path)),
+        ([f"{text} is no trace file", "safetensors"], ("compare", text, a)),
+        (["/dev/null is a device"], ("compare", "/dev/null", a)),
         ([a, others, "tokens"], ("compare", a, others)),
         (["embed", (2, 7, 32), (2, 7)], ("compare", a, shaped)),
         (["name"], ("compare", a, trace("n", {"model.norm": TOKENS}))),
@@ -509,7 +510,15 @@ def test_wrong_input_is_one_line_and_exit_code_1(
         (["--tolerance", "-1"], ("compare", a, a, "--tolerance", "-1")),
         ([gone], ("record", "--model", gone, *recording)),
         (["'mlp'", "embed"], (*a_model, *recording, "--names", "mlp")),
-        ([tmp_path / "no" / "x"], (*a_model, "--prompt", "a", "--out", tmp_path / "no" / "x")),
+        *(
+            ([f"--out {out}", what], ("record", "--model", gone, "--prompt", "a", "--out", out))
+            for out, what in (
+                (tmp_path / "no" / "x", f"no folder {tmp_path / 'no'}"),
+                (tmp_path, "is a folder"),
+                (text / "x", f"no folder {text}"),
+                ("/dev/null", "a device"),
+            )
+        ),
     ]
     if not torch.cuda.is_available():
         cases.append((["--device cuda"], (*a_model, *recording, "--device", "cuda")))

@@ -111,4 +111,5 @@ def test_the_picture_is_the_one_that_is_shipped(tmp_path):
     assert texts[0] == texts[1]
     assert {"norm", "attention", "ffn"} <= set(texts[0])
     assert __main__.main(["--plot", str(tmp_path / "places.gif")]) == 1
+    assert __main__.main(["--plot", str(tmp_path / "no" / "places.svg")]) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["places.svg"]

@@ -23,7 +23,10 @@ def spoil(folder: Path, text: Path, case: str) -> tuple[list[str], str]:
     arguments = ["--text", str(path), "--out", str(out), *OPTIONS]
     match case:
         case "missing":
-            return arguments, f"there is no text file {path}"
+            return arguments, f"there is no file '{path}'"
+        case "a pipe":
+            os.mkfifo(path)
+            return arguments, f"{path} is a pipe"
         case "empty":
             path.write_text("")
             return arguments, f"{path} holds 0 documents, and 8 are to be held out"
@@ -42,7 +45,10 @@ def spoil(folder: Path, text: Path, case: str) -> tuple[list[str], str]:
         case "folder is a file":
             path.write_bytes(text.read_bytes())
             out.write_text("")
-            return arguments, str(out)
+            return arguments, f"--out {out} is a file"
+        case "folder within a file":
+            path.write_bytes(text.read_bytes())
+            return [*arguments, "--out", str(path / "out")], f"--out {path / 'out'} cannot be made"
         case "heads":
             path.write_bytes(text.read_bytes())
             return [*arguments, "--num-attention-heads", "3"], "num_attention_heads 3"
@@ -113,12 +119,14 @@ def spoil(folder: Path, text: Path, case: str) -> tuple[list[str], str]:
     "case",
     [
         "missing",
+        "a pipe",
         "empty",
         "one short document",
         "not UTF-8",
         "vocabulary too large",
         "vocabulary too small",
         "folder is a file",
+        "folder within a file",
         "heads",
         "steps",
         "learning rate",
@@ -142,6 +150,7 @@ def spoil(folder: Path, text: Path, case: str) -> tuple[list[str], str]:
 def test_bad_input_gets_one_line(case, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("llama_mini.train.__main__.show", quiet)
     arguments, expected = spoil(tmp_path, text, case)
+    before = set(tmp_path.iterdir())
     assert main(arguments) == 1
     result = capsys.readouterr()
     assert result.out == ""
@@ -150,6 +159,19 @@ def test_bad_input_gets_one_line(case, text, tmp_path, monkeypatch, capsys):
     assert expected in result.err
     assert not list(tmp_path.rglob("*.tmp"))
     assert not (tmp_path / "out" / "model.safetensors").exists()
+    # No folder is left of what was refused; a training that diverges has kept its state.
+    assert case == "diverges" or set(tmp_path.iterdir()) == before
+
+
+def test_a_folder_of_something_refused_goes_with_its_parents(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("llama_mini.train.__main__.show", quiet)
+    out = tmp_path / "a" / "b"
+    (tmp_path / "a").mkdir()
+    for folder in (out / "c" / "d", out):
+        arguments = ["--text", str(text), "--out", str(folder), *OPTIONS, "--vocab-size", "200"]
+        assert main(arguments) == 1
+        assert "--vocab-size" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.rglob("*")] == ["a"]
 
 
 def test_a_folder_belongs_to_one_training(text, trained, tmp_path):
