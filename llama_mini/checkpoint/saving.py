@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from .hub import INDEX, SETTINGS
 from .names import in_any_block, translate
 from .opening import GENERATION, Checkpoint, open_checkpoint
 from .tokenizer import load_tokenizer
-from .untrusted import is_there
+from .untrusted import is_there, some
 from .weights import NoInit
 
 SHARD_BYTES = 5 * 10**9
@@ -55,6 +56,7 @@ def save_model(model: Llama, folder: str | Path, tokenizer_from: str | Path | Ch
     ends: dict[str, Any] = {k: config[k] for k in ("bos_token_id", "eos_token_id") if k in config}
     files = {GENERATION: as_json(ends), **files, "config.json": as_json(config)}
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    missing = [folder for folder in target.parents if not folder.exists()]
     try:
         temporary.mkdir(parents=True)
         write_model(temporary, tensors, files)
@@ -63,8 +65,12 @@ def save_model(model: Llama, folder: str | Path, tokenizer_from: str | Path | Ch
         temporary.rename(target)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        for folder in missing:  # what was made above it
+            with suppress(OSError):
+                folder.rmdir()
         if isinstance(error, OSError):  # name the folder that was asked for
-            raise OSError(str(error).replace(str(temporary), str(target))) from error
+            said = f"{target} cannot be written: {error.strerror}" if error.strerror else str(error)
+            raise OSError(said.replace(str(temporary), str(target))) from error
         raise
 
 
@@ -146,6 +152,7 @@ def require_family(model: Llama, family: Family, folder: Path) -> None:
     """Raise a ValueError for a model that is not what `family` makes of its config."""
     with torch.device("meta"), NoInit():
         made = family.model(model.config)
+    require_float_weights(model, made)
 
     def parts(of: Llama) -> tuple[object, ...]:
         blocks = [type(module) for block in of.blocks for module in block.modules()]
@@ -155,6 +162,22 @@ def require_family(model: Llama, family: Family, folder: Path) -> None:
         raise ValueError(
             f"{folder} has no config.json of this {type(model).__name__} (it is not what "
             f"{family.architecture} makes of its config): give the folder that it was loaded from"
+        )
+
+
+def require_float_weights(model: Llama, made: Llama) -> None:
+    """Raise a ValueError that names the layers whose weight is no float parameter, as it is in `made`."""
+    modules, quantised = dict(model.named_modules()), []
+    for name, layer in made.named_modules():
+        own, kind = modules.get(name), type(modules.get(name))
+        weight = own and getattr(own, "weight", None)
+        is_float = isinstance(weight, Tensor) and weight.is_floating_point()
+        if own is not None and "weight" in layer._parameters and not is_float:
+            quantised.append(f"{name} is a {kind.__module__}.{kind.__qualname__}")
+    if quantised:
+        raise ValueError(
+            "only float weights can be saved, so save the model before it is quantised: "
+            f"{some(quantised, 3)}"
         )
 
 

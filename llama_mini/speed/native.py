@@ -3,12 +3,14 @@
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
+LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17"]
 
@@ -22,13 +24,16 @@ def folder() -> Path:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The functions of step.cpp. A `ValueError` where this machine has no C++ compiler that makes them."""
-    names = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
-    compiler = next(filter(None, map(shutil.which, filter(None, names))), None)
+    asked = os.environ.get("CXX", "")
+    names = [*([asked] if asked else []), "g++", "c++", "clang++"]
+    compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise ValueError(
-            "the fast form is compiled, and there is no C++ compiler (g++ or clang++, or CXX in the "
-            "environment): install one, or use the plain model"
+            f"the fast form is compiled, and there is no C++ compiler ({', '.join(names)}): install one, "
+            "name one in the environment as CXX, or use the plain model"
         )
+    if asked and not shutil.which(asked):
+        LOG.warning("CXX is %r, and there is no such compiler; taking %s", asked, compiler)
     try:
         # What the processor can do is among the compiler's macros: a home folder can serve several kinds.
         macros = run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])

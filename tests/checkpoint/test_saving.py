@@ -174,6 +174,9 @@ def refused(case: str, checkpoint: Path, tmp_path: Path) -> tuple[Llama, Path, s
         case "another norm":
             config = dataclasses.replace(CONFIG, vocab_size=320)
             return Llama(config, norm=torch.nn.LayerNorm), target, "Llama"
+        case "quantised":
+            model = torch.ao.quantization.quantize_dynamic(made(CONFIG), {torch.nn.Linear})
+            return model, target, "blocks.0.attention.q_proj is a torch.ao.nn.quantized.dynamic"
         case "a parameter too many":
             model = made(CONFIG)
             model.blocks[0].ffn.up_proj.bias = torch.nn.Parameter(
@@ -183,6 +186,7 @@ def refused(case: str, checkpoint: Path, tmp_path: Path) -> tuple[Llama, Path, s
     raise AssertionError(case)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     "case",
     [
@@ -194,6 +198,7 @@ def refused(case: str, checkpoint: Path, tmp_path: Path) -> tuple[Llama, Path, s
         "a window",
         "another block",
         "another norm",
+        "quantised",
         "a parameter too many",
     ],
 )
@@ -204,6 +209,14 @@ def test_refused_before_anything_is_written(case, checkpoint, tmp_path):
         save_model(model, target, checkpoint)
     assert says in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_within_a_file(checkpoint, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(
+        OSError, match=f"{tmp_path / 'file' / 'saved'} cannot be written: Not a dir"
+    ):
+        save_model(made(CONFIG), tmp_path / "file" / "saved", checkpoint)
 
 
 def test_a_source_without_a_tokenizer(tmp_path):
@@ -245,7 +258,7 @@ def test_ctrl_c_while_it_writes_leaves_nothing(checkpoint, tmp_path, monkeypatch
 
     monkeypatch.setattr(saving, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
-        save_model(made(CONFIG), tmp_path / "saved", checkpoint)
+        save_model(made(CONFIG), tmp_path / "new" / "folder" / "saved", checkpoint)
     assert not list(tmp_path.iterdir())
 
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -403,9 +404,27 @@ def test_without_a_compiler_it_says_so(empty_cache, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"broken.*no such option"):
         fast_model(make())
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match="CXX"):
+    with pytest.raises(ValueError, match=r"broken.*CXX"):
         fast_model(make())
     assert not list(empty_cache.glob("*"))
+
+
+def test_a_compiler_that_is_not_there_is_named(empty_cache, monkeypatch, caplog):
+    """Another one is taken; without a CXX, or with one that is there, nothing is said."""
+    require_compiler()
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: path)
+    monkeypatch.setattr(native, "run", lambda command: "" if "-dM" in command else made(command))
+
+    def made(command):
+        Path(command[-1]).write_bytes(b"")
+        return ""
+
+    for asked, said in (("no-such-compiler", 1), ("", 0), ("sh", 0)):
+        monkeypatch.setenv("CXX", asked)
+        native.library.cache_clear()
+        native.library()
+        assert [("no-such-compiler" in r.message) for r in caplog.records] == [True] * said
+        caplog.clear()
 
 
 @pytest.mark.parametrize(
