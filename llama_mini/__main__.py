@@ -36,7 +36,7 @@ from .speed import all_cores, fast_model
 from .speed.parallel import fingerprint, load_parallel
 from .speed.ranks import Ranks, join, who
 from .talk import Answer, Conversation, StopStrings, prompt_ids
-from .talk.terminal import converse, report, write
+from .talk.terminal import Pace, converse, say_limit, say_stats, write
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "weights" / "stories"
 SAMPLING = {"temperature": 0.8, "top_k": None, "top_p": None}  # where nobody says otherwise
@@ -149,7 +149,9 @@ def run(options: argparse.Namespace) -> None:
     with ranks.printing(answer.steps):
         write(answer, "" if options.chat else prompt)
     if ranks.rank == 0:
-        report(answer, loading, ranks.size)
+        say_limit(answer)
+        if loading is not None:
+            say_stats(model, loading, Pace().plus(answer), ranks.size)
 
 
 def shipped() -> Path:
@@ -183,7 +185,7 @@ def load(
     if not options.compile:
         return all_cores(model)
     say(
-        "compiling one step: some seconds on a CPU, half a minute on a GPU, and less once it is cached"
+        "getting a compiled step, from the cache or anew: some seconds on a CPU, half a minute on a GPU"
     )
     began = time.perf_counter()
     try:
@@ -192,7 +194,7 @@ def load(
         raise RuntimeError(
             f"a step cannot be compiled: {error} (TORCHINDUCTOR_CACHE_DIR says where torch keeps it)"
         ) from error
-    say(f"compiled in {time.perf_counter() - began:.1f} s")
+    say(f"ready after {time.perf_counter() - began:.1f} s")
     return fast
 
 

@@ -513,7 +513,7 @@ def test_a_package_that_cannot_be_imported_is_one_line(tmp_path):
 def test_compiling_says_what_it_does_and_how_long_it_took(checkpoint, capsys, monkeypatch):
     class Fast:
         def __init__(self, model):
-            assert "compiling" in capsys.readouterr().err
+            assert "compiled step" in capsys.readouterr().err
             self.model = model
 
         def __getattr__(self, name):
@@ -526,7 +526,7 @@ def test_compiling_says_what_it_does_and_how_long_it_took(checkpoint, capsys, mo
     arguments = ("--prompt", "The", "--model", str(checkpoint), "--max-new-tokens", "2")
     code, out, err = run(capsys, *arguments, "--compile", "--temperature", "0")
     assert (code, out) == (0, f"The{text_of(checkpoint, 'The', 2)}\n")
-    assert re.match(r"compiled in \d+\.\d s\n", err)
+    assert re.match(r"ready after \d+\.\d s\n", err)
 
     def broken(*_):
         raise FileExistsError(17, "File exists", "/some/cache")
@@ -566,7 +566,7 @@ def test_a_conversation_without_a_terminal_reads_a_turn_a_line(talkative, capsys
 
     said = answers("The fox", "The dög")
     expected = "".join(f"{text}\n" for text in said)
-    assert feed("The fox\n\nThe dög") == (0, expected, stopped_after(6) * 2)
+    assert feed("The fox\n\n \t\r\nThe dög") == (0, expected, stopped_after(6) * 2)
     assert feed("The fox\r\nThe dög\n/exit\nnot this\n") == (0, expected, stopped_after(6) * 2)
     again = "".join(f"{text}\n" for text in [said[0], *answers("The dög")])
     assert feed("The fox\n/reset\nThe dög\n") == (0, again, stopped_after(6) * 2)
@@ -574,6 +574,20 @@ def test_a_conversation_without_a_terminal_reads_a_turn_a_line(talkative, capsys
     code, out, err = feed("The fox\n" + "The quick brown fox. " * 10**5)
     assert (code, out) == (1, said[0] + "\n")
     assert "context of 1000000" in err
+
+
+def test_the_stats_of_a_conversation_without_a_terminal_come_once(talkative, capsys, monkeypatch):
+    arguments = ("--chat", "--model", str(talkative), "--max-new-tokens", "6", "--stats")
+    decoded = []
+    for text in (b"The fox\n", b"The fox\nThe dog\n"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        code, out, err = run(capsys, *arguments)
+        turns = text.count(b"\n")
+        assert code == 0
+        assert err.startswith(stopped_after(6) * turns + "parameters ")
+        assert err.count("parameters") == 1
+        decoded.append(int(re.search(r"decode +(\d+) tokens", err)[1]))
+    assert decoded == [6, 12]
 
 
 def test_a_conversation_needs_a_template_before_the_first_turn(checkpoint, capsys, monkeypatch):

@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..cli import Interruptible, peak_memory, read_line, reason, say, show, table
+from ..model import Llama
 from .answer import Answer
 from .conversation import Conversation
 
@@ -20,33 +21,51 @@ def write(answer: Answer, prompt: str = "") -> None:
         show(f"{answer.rest()}\n")
 
 
-def report(answer: Answer, loading: float | None, ranks: int = 1) -> None:
-    """Say which limit stopped an answer, if one did; and, where the seconds of `loading` are given,
-    sizes and rates.
-    """
-    model, new = answer.model, len(answer.ids)
-    asked = len(answer.prompt)
-    if not answer.ended and asked + new >= model.config.context():
+class Pace(NamedTuple):
+    """Tokens and seconds of one answer, or of several together."""
+
+    prompt: int = 0  # tokens that no cache held
+    prefill: float = 0.0
+    new: int = 0
+    steps: int = 0  # one fewer than new tokens in each answer: the first comes from the prefill
+    decode: float = 0.0
+
+    def plus(self, answer: Answer) -> "Pace":
+        """This and an answer's."""
+        new, times = len(answer.ids), answer.times
+        seconds = (times[1] - times[0], times[-1] - times[1]) if new else (0.0, 0.0)
+        return Pace(
+            self.prompt + answer.computed,
+            self.prefill + seconds[0],
+            self.new + new,
+            self.steps + max(0, new - 1),
+            self.decode + seconds[1],
+        )
+
+
+def say_limit(answer: Answer) -> None:
+    """Say which limit stopped an answer, if one did."""
+    new, asked = len(answer.ids), len(answer.prompt)
+    if not answer.ended and asked + new >= answer.model.config.context():
         say(f"[stopped at the end of the context, after {asked + new} tokens]")
     elif not answer.ended:
         say(f"[stopped after {new} tokens; --max-new-tokens N for more]")
-    if loading is None:
-        return
-    times, weight = answer.times, model.embed.weight
+
+
+def say_stats(model: Llama, loading: float, pace: Pace, ranks: int = 1) -> None:
+    """Say sizes and rates, and the seconds of `loading`."""
+    weight = model.embed.weight
     # A rank holds a part of a Llama; families have parameters that its config does not count.
     own = sum(parameter.numel() for parameter in model.parameters())
     parameters = own if ranks == 1 else model.config.parameter_count()
-    prefill = times[1] - times[0] if new else 0.0
-    decode = times[-1] - times[1] if new else 0.0
+    prefill = pace.prompt / pace.prefill if pace.prefill else 0
+    decode = pace.steps / pace.decode if pace.decode else 0
     rows = [
         ("parameters", f"{parameters:,}"),
         ("device", f"{weight.device}, {str(weight.dtype).removeprefix('torch.')}"),
         ("load", f"{loading:.2f} s"),
-        (
-            "prefill",
-            f"{answer.computed} tokens, {answer.computed / prefill if prefill else 0:.1f} tokens/s",
-        ),
-        ("decode", f"{new} tokens, {(new - 1) / decode if decode else 0:.1f} tokens/s"),
+        ("prefill", f"{pace.prompt} tokens, {prefill:.1f} tokens/s"),
+        ("decode", f"{pace.new} tokens, {decode:.1f} tokens/s"),
         ("peak memory", f"{peak_memory(weight.device) / 2**20:.0f} MiB{' (rank 0)' * (ranks > 1)}"),
     ]
     say(table(rows, left=2))
@@ -54,16 +73,26 @@ def report(answer: Answer, loading: float | None, ranks: int = 1) -> None:
 
 def converse(talk: Conversation, loading: float | None, **options: Any) -> None:
     """Answer turn after turn, from a terminal or a line each from standard input, up to its end or
-    /exit; options as for `Answer`.
+    /exit; options as for `Answer`. Where the seconds of `loading` are given, sizes and rates follow each
+    turn on a terminal, and all turns together elsewhere.
     """
 
-    def reply(turn: str) -> None:
+    def reply(turn: str) -> Answer:
         answer = talk.ask(turn, **options)
         write(answer)
-        report(answer, loading)
+        say_limit(answer)
+        return answer
 
     if sys.stdin is None or not sys.stdin.isatty():
-        turns(talk, read_line, reply)
+        pace = Pace()
+
+        def count(turn: str) -> None:
+            nonlocal pace
+            pace = pace.plus(reply(turn))
+
+        turns(talk, read_line, count)
+        if loading is not None:
+            say_stats(talk.model, loading, pace)
         return
     with suppress(ImportError):  # not on every system: line editing and earlier lines
         import readline  # noqa: F401
@@ -71,7 +100,9 @@ def converse(talk: Conversation, loading: float | None, **options: Any) -> None:
 
     def reply_or_say(turn: str) -> None:
         try:
-            ctrl_c.attempt(lambda: reply(turn), None)
+            answer = ctrl_c.attempt(lambda: reply(turn), None)
+            if answer is not None and loading is not None:
+                say_stats(talk.model, loading, Pace().plus(answer))
         except ValueError as error:
             say(f"error: {reason(error)}")
 
@@ -83,13 +114,13 @@ def converse(talk: Conversation, loading: float | None, **options: Any) -> None:
 
 
 def turns(
-    talk: Conversation, next_line: Callable[[], str | None], reply: Callable[[str], None]
+    talk: Conversation, next_line: Callable[[], str | None], reply: Callable[[str], object]
 ) -> None:
     """Reply to each line up to the last, None, or /exit."""
     while (line := next_line()) not in (None, "/exit"):
         if line == "/reset":
             talk.reset()
-        elif line:
+        elif line.strip():  # blanks alone are no turn
             reply(line)
 
 
