@@ -581,7 +581,7 @@ def test_the_stats_of_a_conversation_without_a_terminal_come_once(talkative, cap
     decoded = []
     for text in (b"The fox\n", b"The fox\nThe dog\n"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-        code, out, err = run(capsys, *arguments)
+        code, _, err = run(capsys, *arguments)
         turns = text.count(b"\n")
         assert code == 0
         assert err.startswith(stopped_after(6) * turns + "parameters ")

@@ -9,7 +9,8 @@ WAYS = {
     "all cores": "the same with the linear layers of one token on all cores (llama_mini/speed)",
     "compiled": "the same with fast_model in its place",
     "... stream": "through `stream`, which users call: every id comes back to Python",
-    "transformers": "its greedy generate with sdpa on the same prompt; static: static cache, compiled",
+    "transformers": "its greedy generate with sdpa on the same prompt",
+    "... static": "the same with its static cache, compiled",
 }
 COLUMNS = {
     "+-": "after a median over the runs: half of the range that holds the middle half of them",
@@ -64,6 +65,7 @@ def model_table(report: dict[str, Any]) -> str:
         f"{model['runs']} runs",
         table(about, left=2),
     ]
+    shown = {"of reading"} if load else set()
     for phase, columns in PHASES.items():
         rows = [[phase, "tokens/s", "+-", *columns, *["same", "first, s"] * (phase == "decode")]]
         for way in report["ways"]:
@@ -75,8 +77,13 @@ def model_table(report: dict[str, Any]) -> str:
             if phase == "decode":
                 cells += [str(way["same_tokens"]), "" if first is None else f"{first:.1f}"]
             rows.append(cells)
-        parts.append(table(rows))
-    return "\n\n".join([*parts, table([*WAYS.items(), *COLUMNS.items()], left=2)])
+        filled = [column for column in zip(*rows, strict=True) if any(column[1:])]
+        shown |= {column[0] for column in filled}
+        parts.append(table([*zip(*filled, strict=True)]))
+    names = [way["way"] for way in report["ways"]]
+    shown |= {*names, *(f"... {name.split(', ')[1]}" for name in names if ", " in name)}
+    legend = [(name, text) for name, text in (WAYS | COLUMNS).items() if name in shown]
+    return "\n\n".join([*parts, table(legend, left=2)])
 
 
 def both(number: dict[str, float], scale: float = 1.0, digits: int = 1) -> str:

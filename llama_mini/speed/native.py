@@ -58,8 +58,8 @@ def library() -> ctypes.CDLL:
 def width(macros: str) -> list[str]:
     """The flag for the width of vectors, given the compiler's macros for this processor.
 
-    Measured: 512 bits are a tenth slower than 256 on a Zen 4, and 4 % faster on a Sapphire Rapids, which was the
-    first with AVX512-FP16.
+    Measured: 512 bits are a tenth slower than 256 on a Zen 4, and 4 % faster on a Sapphire Rapids, which
+    was the first with AVX512-FP16.
     """
     if "__AVX512F__" not in macros:
         return []

@@ -1,8 +1,9 @@
 """One token's linear layers on all cores of a CPU, in plain torch: the same bits, sooner.
 
-torch makes one token's product as that of two matrices. In float32 this comes to a routine of the BLAS that runs on
-one thread, and then a single core waits for memory; a batch of such products, each with its own rows of the weight,
-runs on all. In bfloat16 the weight is first brought into another order; a matrix and a vector go without.
+torch makes one token's product as that of two matrices. In float32 this comes to a routine of the BLAS
+that runs on one thread, and then a single core waits for memory; a batch of such products, each with its
+own rows of the weight, runs on all. In bfloat16 the weight is first brought into another order; a matrix
+and a vector go without.
 """
 
 from collections.abc import Callable
