@@ -2,11 +2,15 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
+
+import pytest
 
 from llama_mini.__main__ import main
 from llama_mini.checkpoint.names import HUGGING_FACE, META
 from llama_mini.placements import FAMILIES
+from tests.support.fixtures import SHIPPED, require_compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -85,11 +89,34 @@ def test_the_rates_are_those_of_the_room():
         assert f"| {dtype}, 512 positions | {' | '.join(rates)} |" in room
 
 
-def test_the_python_of_the_readme_runs(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(code.replace("max_new_tokens=None", "max_new_tokens=4"), {})
-    assert capsys.readouterr().out.startswith("Once upon a time")
+PYTHON = {  # each block by its README
+    f"{path.relative_to(ROOT).parent.name or 'root'}, {number}": code
+    for path in sorted([ROOT / "README.md", *ROOT.glob("llama_mini/*/README.md")])
+    for number, code in enumerate(
+        re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+    )
+}
+
+
+@pytest.mark.parametrize("block", PYTHON)
+def test_the_python_of_every_readme_runs(block, monkeypatch, capsys, tmp_path):
+    """By itself, so that no import is missing; our own checkpoint stands in for that of the hub."""
+    if block.startswith("speed"):
+        require_compiler()
+    shutil.copytree(SHIPPED, tmp_path / "weights" / "stories")
+    hub = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    shutil.copytree(SHIPPED, hub)
+    (hub / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    monkeypatch.chdir(tmp_path)
+    exec(PYTHON[block].replace("max_new_tokens=None", "max_new_tokens=4"), {})
+    if "print" in PYTHON[block]:
+        assert capsys.readouterr().out.strip()
+
+
+def test_the_blocks_of_python_are_found():
+    assert {block.split(", ")[0] for block in PYTHON} == set(
+        "root checkpoint inspect speed talk".split()
+    )
 
 
 def test_pictures_are_there():
