@@ -232,10 +232,11 @@ def require_place(path: Path, option: str) -> None:
     before the work whose result it is to write.
     """
     folder = path.resolve().parent  # a link stays, and the file that it leads to is replaced
-    if path.exists() and not path.is_file():
-        what = "a folder" if path.is_dir() else "a pipe or a device"
+    # Not Path's own questions: they raise where a folder above may not be looked into.
+    if os.path.exists(path) and not os.path.isfile(path):
+        what = "a folder" if os.path.isdir(path) else "a pipe or a device"
         raise ValueError(f"{option} {path} is {what}: name a file")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ValueError(f"{option} {path}: there is no folder {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{option} {path}: nothing can be written in {folder}")

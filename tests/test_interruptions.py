@@ -22,7 +22,7 @@ import torch
 
 from llama_mini import __main__ as cli
 from llama_mini.checkpoint.files import replace
-from llama_mini.cli import Interruptible, on_stop, run_command, stop
+from llama_mini.cli import Interruptible, on_stop, require_place, run_command, stop
 from llama_mini.train import __main__ as train
 from llama_mini.train.recipe import Recipe
 from llama_mini.train.state import STATE, read_state
@@ -277,7 +277,7 @@ def test_full_disk_at_once_and_later(text, tmp_path, monkeypatch, capsys):
     with full_disk(2000):
         code = training(text, tmp_path / "new")()
     one_line_about(tmp_path / "new" / STATE, (code, *capsys.readouterr()))
-    assert not list((tmp_path / "new").iterdir())
+    assert not (tmp_path / "new").exists()  # it would be empty
 
     train.train(text, tmp_path, TINY, stop_at(10))
     monkeypatch.setattr(train, "show", stop_at(20))
@@ -292,7 +292,7 @@ def test_full_disk_at_once_and_later(text, tmp_path, monkeypatch, capsys):
     with full_disk(10**9):
         code = train.main(["--text", str(text), "--out", str(tmp_path), *OPTIONS])
     one_line_about(tmp_path / STATE, (code, *capsys.readouterr()))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["new", STATE]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [STATE]
     assert read_state(tmp_path, TINY, hashlib.sha256(text.read_bytes()).hexdigest())
 
 
@@ -367,4 +367,10 @@ def test_a_folder_that_cannot_be_written_to(text):
         )
         one_line_about(folder / "trace", saved)
         assert (folder / "trace").read_text() == "before"
+        for mode in (0o555, 0o600):  # may be read; may not even be looked into
+            folder.chmod(mode)
+            for path in (folder / "trace", folder / "new"):
+                refused = as_nobody(lambda at=path: run_command(lambda: require_place(at, "--out")))
+                said = f"error: --out {path}: nothing can be written in {folder}\n"
+                assert refused == (1, "", said)
         folder.chmod(0o755)

@@ -44,12 +44,12 @@ def locked(folder: Path) -> Iterator[None]:
 
     What was made and is still empty at the end is taken away: the training was refused.
     """
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if folder.exists():
-            raise ValueError(f"--out {folder} is a file: give a folder") from None
+        if os.path.exists(folder):
+            raise ValueError(f"--out {folder} is there and is no folder: give another") from None
         raise OSError(f"--out {folder} cannot be made: {error.strerror}") from None
     try:
         with alone_in(folder):

@@ -45,7 +45,7 @@ def spoil(folder: Path, text: Path, case: str) -> tuple[list[str], str]:
         case "folder is a file":
             path.write_bytes(text.read_bytes())
             out.write_text("")
-            return arguments, f"--out {out} is a file"
+            return arguments, f"--out {out} is there and is no folder"
         case "folder within a file":
             path.write_bytes(text.read_bytes())
             return [*arguments, "--out", str(path / "out")], f"--out {path / 'out'} cannot be made"

@@ -10,6 +10,7 @@ import torch
 from llama_mini import load_model, load_tokenizer
 from llama_mini.train import gradients
 from llama_mini.train.__main__ import parse
+from llama_mini.train.recipe import Recipe
 from tests.support.fixtures import SHIPPED, require
 
 ROOM = Path(__file__).resolve().parents[2] / "llama_mini" / "train"
@@ -28,25 +29,32 @@ def test_the_lines_that_fine_tune(tmp_path, monkeypatch):
     names: dict = {}
     exec(code, names)
     assert (SHIPPED / "model.safetensors").read_bytes() == before
-    tokens, own, mine = names["tokens"], load_model(SHIPPED), load_model("weights/mine")
+    tokens, own, mine = names["tokens"], load_model(SHIPPED), load_model("weights/tuned")
 
     def loss(model):
         logits = model(tokens[:, :-1])[0].float()
         return torch.nn.functional.cross_entropy(logits, tokens[0, 1:]).item()
 
     assert loss(mine) < 0.3 * loss(own)  # observed: 0.088 and 3.49
-    assert load_tokenizer("weights/mine").encode("Tom") == load_tokenizer(SHIPPED).encode("Tom")
+    assert load_tokenizer("weights/tuned").encode("Tom") == load_tokenizer(SHIPPED).encode("Tom")
     transformers = require("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained("weights/mine", dtype="auto")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("weights/tuned", dtype="auto")
     with torch.no_grad():
         assert torch.equal(theirs(tokens).logits, mine(tokens))
 
 
 def test_every_command_has_its_options():
     commands = re.findall(r"^    python -m llama_mini\.train (.*)$", README, re.MULTILINE)
-    assert len(commands) >= 3
+    assert len(commands) >= 4
+    folders = []
     for command in commands:
-        parse(command.split())  # SystemExit where an option is unknown
+        options = parse(command.split())  # SystemExit where an option is unknown
+        given = {name: getattr(options, name) for name in vars(Recipe())}
+        Recipe(**{name: value for name, value in given.items() if value is not None})
+        folders.append(str(options.out))
+    folders += re.findall(r'save_model\(.*?, "(.+?)"', README)
+    ours = [folder for folder in folders if folder != "comparison"]  # whose files have other names
+    assert len(ours) == len(set(ours)) == 3
 
 
 def test_files_and_pictures_are_there():
