@@ -13,26 +13,15 @@ from torch import Tensor, nn
 
 from ..cache import KVCache
 from ..model import Attend, Attention, Block, Llama, RMSNorm, SwiGLU
+from . import threaded
 from .native import library
 from .private import Held, addresses
 from .rebuild import rebuilt
 from .threaded import ThreadedLinear
 
-ROWS = (
-    8  # up to so many rows, dot products with the rows of a weight are faster than a matrix product
-)
+ROWS = 8  # up to so many, dot products with the rows of a weight are faster than a matrix product
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 BLOCK, STEP = struct.Struct("@11P5d"), struct.Struct("@4P12l")  # as in step.cpp
-
-
-def emulated() -> set[torch.dtype]:
-    """The dtypes that this CPU has no products for; none where torch cannot say."""
-    needs = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
-    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return {dtype for dtype, feature in needs.items() if not has.get(feature, True)}
-
-
-EMULATED = emulated()
 
 
 def at_once() -> bool:
@@ -83,7 +72,7 @@ class RowLinear(nn.Linear):
             sizes = (rows, *reversed(weight.shape), torch.get_num_threads())
             function(*map(ctypes.c_void_p, addresses([x, weight, y])), *map(ctypes.c_long, sizes))
             return y
-        if rows > 1 and x.is_cpu and x.dtype in EMULATED:
+        if rows > 1 and x.is_cpu and x.dtype in threaded.EMULATED:
             return nn.functional.linear(x.float(), weight.float()).to(x.dtype)
         return super().forward(x)
 
@@ -96,7 +85,7 @@ class RowAttend(Attend):
         self.scale = attend.scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if q.shape[2] > 1 and q.is_cpu and q.dtype in EMULATED:
+        if q.shape[2] > 1 and q.is_cpu and q.dtype in threaded.EMULATED:
             return super().forward(q.float(), k.float(), v.float(), mask).to(q.dtype)
         return super().forward(q, k, v, mask)
 

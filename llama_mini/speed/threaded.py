@@ -24,6 +24,16 @@ TRIALS = 4  # products by which that is decided
 SHOWN = 10  # sums that have to differ in another order, for these products to decide it
 
 
+def emulated() -> set[torch.dtype]:
+    """The dtypes that this CPU has no products for; none where torch cannot say."""
+    needs = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return {dtype for dtype, feature in needs.items() if not has.get(feature, True)}
+
+
+EMULATED = emulated()
+
+
 class ThreadedLinear(nn.Linear):
     """nn.Linear without a bias, whose product with one token in float32 or bfloat16 is made another way
     where that is sooner and moves no bit. It is made of such a layer, on its weight.
@@ -69,7 +79,8 @@ def product_of(weight: Tensor, threads: int) -> Product | None:
 
     Tried once for a shape.
     """
-    if not weight.is_contiguous() or weight.numel() < LEAST.get(weight.dtype, torch.inf):
+    least = torch.inf if weight.dtype in EMULATED else LEAST.get(weight.dtype, torch.inf)
+    if weight.numel() < least or not weight.is_contiguous():
         return None
     product: Product = as_vector
     if weight.dtype == torch.float32:

@@ -12,7 +12,7 @@ from torch import nn
 
 from llama_mini import KVCache, Llama, RMSNorm, compare, generate, record, stream
 from llama_mini.model import Attend, Block
-from llama_mini.speed import all_cores, cpu, fast_model, native
+from llama_mini.speed import all_cores, cpu, fast_model, native, threaded
 from llama_mini.speed.cpu import FastLlama, RowAttend, RowLinear
 from tests.support.fixtures import (
     SHAPES,
@@ -355,10 +355,10 @@ def test_nan_and_infinity_pass_through():
 
 def test_emulated_dtypes(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False}, False)
-    assert cpu.emulated() == {torch.bfloat16}
+    assert threaded.emulated() == {torch.bfloat16}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"sve": True}, False)  # another kind
-    assert cpu.emulated() == set()
-    monkeypatch.setattr(cpu, "EMULATED", {torch.bfloat16})
+    assert threaded.emulated() == set()
+    monkeypatch.setattr(threaded, "EMULATED", {torch.bfloat16})
     model = make().bfloat16()
     exact = make()
     exact.load_state_dict(model.state_dict())

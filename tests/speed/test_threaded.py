@@ -23,6 +23,7 @@ X = torch.linspace(-1, 1, 512).view(1, 1, -1)
 @pytest.fixture(autouse=True)
 def two_threads(monkeypatch):
     monkeypatch.setattr(threaded, "EXACT", {})
+    monkeypatch.setattr(threaded, "EMULATED", set())
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -152,6 +153,9 @@ def test_what_stays_whole(split, monkeypatch):
     trained = make(576).requires_grad_()
     trained(X).sum().backward()
     assert trained.weight.grad is not None
+    with monkeypatch.context() as patch:  # slower there than torch's own way
+        patch.setattr(threaded, "EMULATED", {torch.bfloat16})
+        make(576, dtype=torch.bfloat16)(X.bfloat16())
     torch.set_num_threads(1)
     make(576)(X)
     assert (split, threaded.EXACT) == ([], {})
