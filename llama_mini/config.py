@@ -25,6 +25,11 @@ def shown(name: str) -> str:
     return name if name.isprintable() and len(name) <= 200 else short(name)
 
 
+def require_bool(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, not {short(value)}")
+
+
 def require_positive(key: str, value: Any, *kinds: type) -> None:
     """Raise a `ValueError` unless the value is a positive number in float32's range, or a positive
     integer that can be the size of a tensor.
@@ -109,16 +114,14 @@ class LlamaConfig:
         object.__setattr__(self, "rms_norm_eps", float(self.rms_norm_eps))
         if self.sliding_window is not None:
             require_positive("sliding_window", self.sliding_window, int)
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise ValueError(
-                f"tie_word_embeddings must be true or false, not {short(self.tie_word_embeddings)}"
-            )
+        for key in ("tie_word_embeddings", "qk_norm"):
+            require_bool(key, getattr(self, key))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"
             )
-        if self.head_dim % 2:
+        if self.turned() == self.head_dim and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd, and RoPE turns pairs")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {short(self.dtype)}: it must be one of {', '.join(DTYPES)}")
@@ -135,6 +138,10 @@ class LlamaConfig:
         block = attention + 3 * m * self.intermediate_size + 2 * m
         embeddings = self.vocab_size * m * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * block + m
+
+    def turned(self) -> int:
+        """How many numbers of each head RoPE turns."""
+        return self.head_dim
 
     def cached(self) -> tuple[int, int, int]:
         """What a cache keeps of a position: how many heads, and the size of a key and of a value."""

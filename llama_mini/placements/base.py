@@ -2,14 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .. import model
 from ..cache import KVCache
-from ..config import LlamaConfig, RopeConfig, require_positive, short
+from ..config import LlamaConfig, RopeConfig, require_bool, require_positive, short
 from ..rope import cos_sin
 from .attention import FamilyAttention, add_biases
 from .ffn import ACTIVATIONS
@@ -28,17 +28,19 @@ class FamilyConfig(LlamaConfig):
     partial_rotary_factor: float = 1.0
     final_logit_softcapping: float | None = None
     float32_angles: bool = False  # whether heads turn in float32
+    may_be_zero: ClassVar[tuple[str, ...]] = ()  # fields
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         base = {field.name for field in dataclasses.fields(LlamaConfig)}
         for field in dataclasses.fields(self):
             text = field.type.__name__ if isinstance(field.type, type) else str(field.type)
             value, kind = getattr(self, field.name), text.removesuffix(" | None")
             if field.name in base or (value is None and kind != text):
                 continue
-            if kind == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{field.name} must be true or false, not {short(value)}")
+            if kind == "bool":
+                require_bool(field.name, value)
+            if value == 0 and field.name in self.may_be_zero:
+                continue
             if kind in ("int", "float"):
                 require_positive(field.name, value, *((int, float) if kind == "float" else (int,)))
                 if kind == "float":  # torch takes no integer of more than 64 bits
@@ -49,9 +51,9 @@ class FamilyConfig(LlamaConfig):
             raise ValueError(
                 f"hidden_act is {short(self.hidden_act)}: it must be one of {', '.join(ACTIVATIONS)}"
             )
+        super().__post_init__()
 
     def turned(self) -> int:
-        """How many numbers of each head turn."""
         return int(self.head_dim * self.partial_rotary_factor)
 
 
@@ -89,6 +91,8 @@ class Decoder(model.Llama):
     def angles(
         self, positions: Tensor, dtype: torch.dtype, rope: RopeConfig | None = None
     ) -> tuple[Tensor, Tensor]:
+        if not self.config.turned():
+            return (none := positions.new_empty(0, dtype=dtype)), none
         dtype = torch.float32 if self.config.float32_angles else dtype
         return cos_sin(rope or self.config.rope, self.config.turned(), positions, dtype)
 
@@ -105,7 +109,15 @@ class EmbedNorm(Decoder):
 
 
 @dataclass(frozen=True)
-class LearnedConfig(FamilyConfig):
+class UnturnedConfig(FamilyConfig):
+    """A config without RoPE."""
+
+    def turned(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class LearnedConfig(UnturnedConfig):
     """A config whose positions are rows of a table, and end with it."""
 
     def require_in_window(self, length: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base import EmbedNorm, FamilyBlock, FamilyConfig
+from .base import EmbedNorm, FamilyBlock, UnturnedConfig
 from .family import family
 from .ffn import BloomMLP
 from .files import BLOOM, head_by_head
@@ -23,7 +23,7 @@ from .scores import Alibi
 
 
 @dataclass(frozen=True)
-class BloomConfig(FamilyConfig):
+class BloomConfig(UnturnedConfig):
     apply_residual_connection_post_layernorm: bool = False
 
 

@@ -16,7 +16,7 @@ from .experts import GroupedExperts
 from .family import family
 from .files import DEEPSEEK
 from .keys import declared
-from .latent import LatentBlock, LatentConfig
+from .latent import NULLABLE, LatentBlock, LatentConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class DeepseekV3Config(LatentConfig):
     routed_scaling_factor: float = 2.5
     norm_topk_prob: bool = True
     first_k_dense_replace: int = 3
+    may_be_zero = ("first_k_dense_replace",)
 
 
 class DeepseekV3(Decoder):
@@ -50,7 +51,7 @@ FAMILY = family(
     keys={"attention_bias"} | declared(LatentConfig) | declared(DeepseekV3Config),
     reads={"hidden_act", "num_nextn_predict_layers", "output_router_logits", "qk_head_dim"},
     names=DEEPSEEK,
-    nullable={"q_lora_rank"},
+    nullable=NULLABLE | {"norm_topk_prob"},
     float32={"blocks.N.ffn.router.weight", "blocks.N.ffn.router.bias"},
     max_position_embeddings=4096,
 )

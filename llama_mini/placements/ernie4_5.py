@@ -6,6 +6,7 @@ x = x + ffn(norm(x))
 
 from typing import Any
 
+from ..config import require_bool
 from .attention import Interleaved
 from .base import FamilyBlock
 from .family import family
@@ -17,6 +18,7 @@ class Block(FamilyBlock):
 
 def biases(given: dict[str, Any]) -> dict[str, Any]:
     bias = given.get("use_bias", False)
+    require_bool("use_bias", bias)
     return {"attention_bias": bias, "mlp_bias": bias}
 
 
@@ -26,6 +28,7 @@ FAMILY = family(
     block=Block,
     keys={"use_bias"},
     fields=biases,
+    nullable={"head_dim"},
     rope_theta=500000.0,
     head_dim=128,
     max_position_embeddings=131072,

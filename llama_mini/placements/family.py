@@ -1,6 +1,7 @@
 """What the loader has to know of a family of models."""
 
-from collections.abc import Callable, Set
+import re
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,15 @@ class Family:
     constant: str = ""
 
 
+def as_given(text: str, given: Iterable[str], renames: dict[str, str]) -> str:
+    """An error's text with keys under the names that the file has for them, or the family."""
+    theirs = {ours: name for name, ours in reversed(renames.items())}
+    theirs |= {renames[name]: name for name in given if name in renames}
+    for name in theirs.keys() - given:
+        text = re.sub(rf"\b{name}\b", theirs[name], text)
+    return text
+
+
 def family(
     model_type: str,
     architecture: str,
@@ -78,11 +88,14 @@ def family(
     read_keys = ((SHARED | keys) - unshared - ours) | renames.keys()
 
     def parse(given: dict[str, Any]) -> LlamaConfig:
-        given = renamed({key: given[key] for key in given if key in read_keys}, renames)
-        more = fields(given) if fields else {}
-        return read(
-            config, given | more, read_keys | ours | {*more}, (*SIZES, *required), **defaults
-        )
+        values = renamed({key: given[key] for key in given if key in read_keys}, renames)
+        try:
+            more = fields(values) if fields else {}
+            return read(
+                config, values | more, read_keys | ours | {*more}, (*SIZES, *required), **defaults
+            )
+        except ValueError as error:
+            raise ValueError(as_given(str(error), given, renames)) from None
 
     return Family(
         model_type,

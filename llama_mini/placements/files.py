@@ -125,6 +125,17 @@ HUNYUAN = llama_names(
         "attention.k_norm": "self_attn.key_layernorm",
     }
 )
+PHI = llama_names(
+    {
+        "attention.o_proj": "self_attn.dense",
+        "attention.q_norm": "self_attn.q_layernorm",
+        "attention.k_norm": "self_attn.k_layernorm",
+        "pre_ffn_norm": None,
+        "ffn.up_proj": "mlp.fc1",
+        "ffn.down_proj": "mlp.fc2",
+    },
+    final_norm="model.final_layernorm",
+)
 MINIMAX = llama_names(
     {
         "ffn.router": "block_sparse_moe.gate",

@@ -36,6 +36,7 @@ FAMILY = family(
     block=Block,
     keys=KEYS,
     required=("num_key_value_heads",),
+    nullable={"partial_rotary_factor"},
     names=llama_names({"ffn.gate_up_proj": "mlp.gate_up_proj"}),
     **DEFAULTS,
 )

@@ -30,6 +30,7 @@ FAMILY = family(
     block=Block,
     keys=glm.KEYS,
     required=("num_key_value_heads",),
+    nullable={"partial_rotary_factor"},
     names=llama_names(
         {
             "post_attention_norm": "post_self_attn_layernorm",

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Set
 from typing import Any, TypeVar
 
-from ..config import SIZES, LlamaConfig, RopeConfig, require_positive, short, shown
+from ..config import SIZES, LlamaConfig, RopeConfig, require_bool, require_positive, short, shown
 
 # Scalings of the rotary frequencies, and what each needs.
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -17,6 +17,8 @@ TORCH_NAMES = {
     "float": "float32",
     "double": "float64",
 }  # torch.half is torch.float16
+FULL, SLIDING, NOPE = "full_attention", "sliding_attention", "nope_"
+KINDS = {FULL, SLIDING}
 # What `shared` reads.
 SHARED = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -95,9 +97,10 @@ def unread_rope(given: dict[str, Any], keys: frozenset[str]) -> dict[str, Any]:
     `keys` are those that the family reads; it may have a RoPE for each kind of block.
     """
     ropes = given.get("rope_parameters")
-    if isinstance(ropes, dict) and ropes and ropes.keys() <= {FULL, SLIDING}:
-        parts = ({"rope_parameters": part or {}} for part in ropes.values())
-        return {name: value for part in parts for name, value in unread_rope(part, keys).items()}
+    if isinstance(ropes, dict) and (kinds := ropes.keys() & KINDS):
+        parts = ({"rope_parameters": ropes[kind] or {}} for kind in kinds)
+        beside = {f"rope_parameters.{name}": ropes[name] for name in ropes.keys() - kinds}
+        return beside | {k: v for part in parts for k, v in unread_rope(part, keys).items()}
     turned_in_part = {"partial_rotary_factor", "rotary_pct"} & keys  # GPT-NeoX's name for it
     return {
         f"{key}.{name}": value
@@ -223,7 +226,6 @@ def declared(kind: type[LlamaConfig]) -> frozenset[str]:
     return frozenset(vars(kind).get("__annotations__", {}))
 
 
-FULL, SLIDING, NOPE = "full_attention", "sliding_attention", "nope_"
 MOST = 10000  # blocks: a config that asks for more is refused when its tensors are counted
 
 
@@ -253,7 +255,8 @@ def still(kinds: dict[str, Any], kind: str) -> dict[str, Any]:
 def read_near_and_far(given: dict[str, Any]) -> dict[str, Any]:
     """The windows of Gemma 3, five of six blocks by default, and the two rotations."""
     windows = read_windows(given, read_pattern(given, every=6))
-    return windows | read_kinds(given, "rope_local_base_freq", theta=10000.0)
+    near = given.get("rope_local_base_freq", 10000.0)
+    return windows | read_kinds(given, theta=1e6, near=near)
 
 
 def only_full(given: dict[str, Any]) -> dict[str, Any]:
@@ -266,8 +269,9 @@ def only_full(given: dict[str, Any]) -> dict[str, Any]:
 
 def read_no_rope(given: dict[str, Any]) -> dict[str, Any]:
     """`read_windows` by the keys of SmolLM3, which say what blocks rotate: these may have a window."""
-    every = given.get("no_rope_layer_interval", 4)
-    windowed = given.get("use_sliding_window", False) and given.get("sliding_window") is not None
+    every, windowed = given.get("no_rope_layer_interval", 4), given.get("use_sliding_window", False)
+    require_bool("use_sliding_window", windowed)
+    windowed = windowed and given.get("sliding_window") is not None
     require_positive("no_rope_layer_interval", every, int)
     require_positive("num_hidden_layers", given.get("num_hidden_layers"), int)
     blocks = min(given["num_hidden_layers"], MOST)
@@ -282,8 +286,7 @@ def read_no_rope(given: dict[str, Any]) -> dict[str, Any]:
 def read_qwen_windows(given: dict[str, Any]) -> dict[str, Any]:
     """`read_windows` by the keys of Qwen 2 and 3: blocks from `max_window_layers` on have a window."""
     asked, first = given.get("use_sliding_window", False), given.get("max_window_layers", 28)
-    if not isinstance(asked, bool):
-        raise ValueError(f"use_sliding_window must be true or false, not {short(asked)}")
+    require_bool("use_sliding_window", asked)
     if type(first) is not int:
         raise ValueError(f"max_window_layers must be an integer, not {short(first)}")
     read_layer_types(given)
@@ -306,14 +309,32 @@ def read_pattern(given: dict[str, Any], every: int) -> Callable[[int], bool]:
     return full
 
 
-def read_kinds(given: dict[str, Any], key: str, theta: float) -> dict[str, Any]:
+def read_kinds(given: dict[str, Any], theta: float, near: float) -> dict[str, Any]:
     """The rotation of blocks that see all keys, and that of blocks with a window.
 
-    transformers 5 nests one under each kind; before, `key` held the theta of blocks with a window, which
-    `theta` is where none is said.
+    transformers 5 nests one under each kind. Older keys are about blocks that see all keys alone: `theta`
+    is their default, and `near` the theta of blocks with a window.
     """
-    ropes = given.get("rope_parameters")
-    if isinstance(ropes, dict) and ropes and ropes.keys() <= {FULL, SLIDING}:
-        near = {"rope_parameters": {"rope_theta": theta} | (ropes.get(SLIDING) or {})}
-        return {"rope_parameters": ropes.get(FULL) or {}, "local_rope": read_rope(near)}
-    return {"local_rope": read_rope({"rope_theta": given.get(key, theta)})}
+    ropes, scaling = given.get("rope_parameters") or {}, given.get("rope_scaling") or {}
+    if not isinstance(ropes, dict) or (ropes and not ropes.keys() & KINDS):
+        raise ValueError(
+            f"rope_parameters is {short(ropes)}: it must hold {' and '.join(sorted(KINDS))}, with the RoPE "
+            "of each"
+        )
+    own = {kind: _said(ropes.get(kind)) for kind in KINDS}
+    far = {"rope_theta": given.get("rope_theta", theta)} | own[FULL] | _said(scaling)
+    if "type" in scaling:  # the older name of the key, which transformers does not take here
+        far = {"rope_type": "default"} | far
+    length = {key: given[key] for key in ("max_position_embeddings",) if key in given}
+    return {
+        **{"rope_parameters": far, "rope_scaling": {}, "rope_theta": far["rope_theta"]},
+        "local_rope": read_rope(length | {"rope_parameters": {"rope_theta": near} | own[SLIDING]}),
+    }
+
+
+def _said(rope: Any) -> dict[str, Any]:
+    if not isinstance(rope, dict | None):
+        raise ValueError(
+            f"a kind of block has {short(rope)} for its RoPE: it must be a JSON object"
+        )
+    return {key: value for key, value in (rope or {}).items() if value is not None}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import model
 from ..cache import BlockCache
+from ..config import require_positive, short
 from .base import FamilyConfig
 
 
@@ -27,9 +28,19 @@ class LatentConfig(FamilyConfig):
     rope_interleave: bool = True
 
     def __post_init__(self) -> None:
-        sizes = (self.qk_nope_head_dim, self.qk_rope_head_dim)
-        if all(type(size) is int for size in sizes):
-            object.__setattr__(self, "head_dim", sum(sizes))
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim"):
+            require_positive(key, getattr(self, key), int)
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"qk_rope_head_dim {self.qk_rope_head_dim} is odd, and RoPE turns pairs"
+            )
+        whole = self.qk_nope_head_dim + self.qk_rope_head_dim
+        if self.head_dim not in (None, self.qk_rope_head_dim, whole):
+            raise ValueError(
+                f"head_dim is {short(self.head_dim)}, and qk_rope_head_dim {self.qk_rope_head_dim}: with "
+                "latent attention both say how many numbers of each head turn"
+            )
+        object.__setattr__(self, "head_dim", whole)
         super().__post_init__()
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError(
@@ -42,6 +53,10 @@ class LatentConfig(FamilyConfig):
 
     def turned(self) -> int:
         return self.qk_rope_head_dim
+
+
+# What null says of a key is not what it means to leave the key out.
+NULLABLE = frozenset({"q_lora_rank", "rope_interleave"})
 
 
 class LatentAttention(nn.Module):

@@ -16,7 +16,7 @@ from .norms import LateCastRMSNorm
 
 def kinds(given: dict[str, Any]) -> dict[str, Any]:
     windows = read_windows(given, lambda n: n % 4 == 3)
-    return windows | read_kinds(given, "rope_theta", theta=500000.0)
+    return windows | read_kinds(given, theta=500000.0, near=500000.0)
 
 
 FAMILY = family(

@@ -3,8 +3,7 @@
     n = norm(x)
     x = attention(n) + ffn(n) + x
 
-Beside it: LayerNorm, biases everywhere, in the head too, half of each head rotated, no gate; optionally
-LayerNorm on q and k.
+Beside it: LayerNorm, optionally on q and k too; biases, in the head too; half of each head turns; no gate.
 """
 
 from typing import Any
@@ -15,7 +14,8 @@ from .attention import add_biases
 from .base import Decoder, FamilyBlock, FamilyConfig
 from .family import family
 from .ffn import MLP
-from .files import llama_names
+from .files import PHI
+from .gpt import BIASES
 
 
 class Block(FamilyBlock):
@@ -28,6 +28,10 @@ class Block(FamilyBlock):
 
 class Phi(Decoder):
     def __init__(self, config: FamilyConfig, norm: type[nn.Module], block: type[nn.Module]) -> None:
+        if config.turned() % 2:
+            raise ValueError(
+                f"{config.turned()} numbers of each head would turn, and RoPE turns pairs"
+            )
         super().__init__(config, norm, block)
         add_biases(self, "lm_head")
 
@@ -41,20 +45,9 @@ FAMILY = family(
     keys={"hidden_act", "partial_rotary_factor", "qk_norm"},
     renames={"layer_norm_eps": "rms_norm_eps", "qk_layernorm": "qk_norm"},
     reads={"embd_pdrop", "resid_pdrop"},
-    names=llama_names(
-        {
-            "attention.o_proj": "self_attn.dense",
-            "attention.q_norm": "self_attn.q_layernorm",
-            "attention.k_norm": "self_attn.k_layernorm",
-            "pre_ffn_norm": None,
-            "ffn.up_proj": "mlp.fc1",
-            "ffn.down_proj": "mlp.fc2",
-        },
-        final_norm="model.final_layernorm",
-    ),
-    attention_bias=True,
-    mlp_bias=True,
+    nullable={"partial_rotary_factor"},
+    names=PHI,
     hidden_act="gelu_new",
     partial_rotary_factor=0.5,
-    rms_norm_eps=1e-5,
+    **BIASES,
 )

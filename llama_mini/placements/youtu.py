@@ -6,12 +6,15 @@
 Blocks are Llama's: x = x + attention(norm(x)), x = x + ffn(norm(x)). The cache keeps the normed latent and
 the rotated key in place of all heads' k and v. Beside it: values of another size than keys, pairs that
 stand side by side.
+
+transformers 5.24 sets the embedding of `pad_token_id` to zero as it loads a checkpoint. Here it is the
+file's.
 """
 
 from .family import family
 from .files import LATENT
 from .keys import declared
-from .latent import LatentBlock, LatentConfig
+from .latent import NULLABLE, LatentBlock, LatentConfig
 
 FAMILY = family(
     "youtu",
@@ -21,7 +24,7 @@ FAMILY = family(
     keys=declared(LatentConfig) | {"attention_bias"},
     reads={"embedding_initializer_range", "hidden_act", "qk_head_dim"},
     names=LATENT,
-    nullable={"q_lora_rank"},
+    nullable=NULLABLE,
     max_position_embeddings=131072,
     tie_word_embeddings=True,
 )

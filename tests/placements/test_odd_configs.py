@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from llama_mini.checkpoint.configs import parse_config
+from llama_mini.checkpoint.configs import parse_config, read_keys
 from llama_mini.config import LlamaConfig
 from llama_mini.placements import FAMILIES
+from llama_mini.placements.gpt import BLOOM_KEYS, GPT_KEYS, NEOX_KEYS
 from tests.support.placements import FAMILIES_FOLDER
 
 ODD: list[Any] = [
@@ -68,9 +69,83 @@ def test_keys_of_a_family_are_checked_by_name(name, key, odd):
     with safe_open(FAMILIES_FOLDER / f"{name}.safetensors", framework="pt") as stored:
         values = json.loads(stored.metadata()["config"])
     values.get("rope_parameters", {}).pop("partial_rotary_factor", None)
-    ours = "hidden_act" if key == "activation_function" else key
-    with pytest.raises(ValueError, match=ours):
+    with pytest.raises(ValueError, match=key):
         parse_config({**values, key: odd})
+
+
+RENAMED = [
+    ("openai-gpt", "n_embd n_layer n_head n_positions layer_norm_epsilon afn"),
+    ("gpt2", "n_embd n_layer n_head n_positions layer_norm_epsilon activation_function n_inner"),
+    ("gpt_neox", "layer_norm_eps rotary_pct rotary_emb_base"),
+    ("phi", "layer_norm_eps qk_layernorm"),
+    ("gemma2", "hidden_activation"),
+    ("gemma3_text", "hidden_activation"),
+    ("cohere", "layer_norm_eps use_qk_norm"),
+    ("cohere2", "layer_norm_eps"),
+    ("bloom", "n_embed n_layer n_head layer_norm_epsilon"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, keys in RENAMED for key in keys.split()]
+)
+def test_an_error_names_the_key_that_the_file_has(name, key):
+    with safe_open(FAMILIES_FOLDER / f"{name}.safetensors", framework="pt") as stored:
+        values = json.loads(stored.metadata()["config"])
+    renames = {**GPT_KEYS, **BLOOM_KEYS, **NEOX_KEYS}
+    values = {k: v for k, v in values.items() if k not in ("rope_parameters", renames.get(key))}
+    with pytest.raises(ValueError, match=rf"^{key}\b"):
+        parse_config({**values, key: -1})
+
+
+@pytest.mark.parametrize(("name", "key"), [("gpt2", "n_embd"), ("bloom", "n_embed")])
+def test_a_key_that_is_missing_goes_by_the_name_of_the_family(name, key):
+    with pytest.raises(ValueError, match=key):
+        parse_config({"model_type": name, "vocab_size": 96, "n_layer": 3, "n_head": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "odd"),
+    [
+        ("cohere", "use_qk_norm", "false"),
+        ("phi", "qk_layernorm", 1),
+        ("smollm3", "use_sliding_window", 1),
+        ("ernie4_5", "use_bias", 0),
+        # transformers takes null for false, and leaving the key out for true.
+        ("youtu", "rope_interleave", None),
+        ("deepseek_v3", "rope_interleave", None),
+        ("deepseek_v3", "norm_topk_prob", None),
+        # And here for all of each head, where leaving it out means a part.
+        ("phi", "partial_rotary_factor", None),
+        ("glm", "partial_rotary_factor", None),
+        ("glm4", "partial_rotary_factor", None),
+        ("youtu", "head_dim", 6),
+        ("deepseek_v3", "head_dim", 6),
+        ("deepseek_v3", "qk_rope_head_dim", -1),
+        ("deepseek_v3", "qk_rope_head_dim", 7),
+        ("deepseek_v3", "qk_nope_head_dim", 0),
+    ],
+)
+def test_what_would_mean_something_else_is_refused(name, key, odd):
+    with safe_open(FAMILIES_FOLDER / f"{name}.safetensors", framework="pt") as stored:
+        values = json.loads(stored.metadata()["config"])
+    values.get("rope_parameters", {}).pop("partial_rotary_factor", None)
+    with pytest.raises(ValueError, match=rf"^{key} .*{odd}"):
+        parse_config({**values, key: odd})
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma3_text"])
+def test_a_rope_for_each_kind_of_block(name):
+    """One for all would be read as none by transformers."""
+    with safe_open(FAMILIES_FOLDER / f"{name}.safetensors", framework="pt") as stored:
+        values = json.loads(stored.metadata()["config"])
+    flat = {"rope_type": "default", "rope_theta": 77.0}
+    with pytest.raises(ValueError, match=r"rope_parameters.*full_attention"):
+        parse_config({**values, "rope_parameters": flat})
+    own = values["rope_parameters"]
+    _, config, unread = read_keys({**values, "rope_parameters": {**flat, **own}})
+    assert config == parse_config(values)
+    assert unread == {f"rope_parameters.{key}": value for key, value in flat.items()}
 
 
 def test_heads_that_make_no_pairs():
@@ -139,3 +214,13 @@ def test_experts_that_no_group_can_give(odd):
         family.model(parse_config({**values, **sizes}))
         with pytest.raises(ValueError, match=r"n_routed_experts 8 in n_group \d"):
             family.model(parse_config({**values, **sizes, **odd}))
+
+
+def test_a_part_of_a_head_that_makes_no_pairs():
+    """Other families turn one number more; transformers' Phi widens the head."""
+    with safe_open(FAMILIES_FOLDER / "phi.safetensors", framework="pt") as stored:
+        values = json.loads(stored.metadata()["config"])
+    d = values["hidden_size"] // values["num_attention_heads"]
+    values["rope_parameters"]["partial_rotary_factor"] = 3 / d
+    with pytest.raises(ValueError, match="3 numbers of each head"):
+        FAMILIES["phi"].model(parse_config(values))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from llama_mini import load_model
 from tests.support.fixtures import draw_tokens, require
-from tests.support.placements import BASE, draw
+from tests.support.placements import BASE, LATENT, MIXTURE, draw
 
 PLAIN = {
     **BASE,
@@ -85,10 +85,37 @@ HUB: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HUB)
-def test_a_config_of_transformers_4_means_what_it_means_there(name: str, tmp_path: Path) -> None:
+KINDS = {**PLAIN, "num_hidden_layers": 4, "sliding_window": 8, "layer_types": FOUR}
+SCALED = {"rope_theta": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+FULL, NEAR = {"full_attention": {"rope_theta": 3e4}}, {"sliding_attention": {"rope_theta": 300.0}}
+ODD_HEADS = {"n_embd": 60, "n_head": 4}
+CASES = [
+    *HUB.items(),
+    # Older keys, and those beside the nested ones, are about one kind of block.
+    ("olmo3", {**KINDS, **SCALED}),
+    ("olmo3", {**KINDS, "rope_theta": 2e4, "rope_parameters": NEAR}),
+    ("olmo3", {**KINDS, "rope_theta": 2e4, "rope_parameters": {**FULL, "rope_theta": 77.0}}),
+    ("gemma3_text", {**KINDS, **SCALED, "head_dim": 24, "rope_local_base_freq": 500.0}),
+    (
+        "gemma3_text",
+        {**KINDS, "head_dim": 24, "rope_parameters": FULL, "rope_local_base_freq": 70.0},
+    ),
+    # Heads of an odd size, of which nothing turns.
+    ("gpt2", {**HUB["gpt2"], **ODD_HEADS}),
+    ("openai-gpt", {**HUB["openai-gpt"], **ODD_HEADS}),
+    ("bloom", {**HUB["bloom"], "n_embed": 60}),
+    # Of an odd size, of which a part turns; and all blocks with experts.
+    ("deepseek_v3", {**LATENT, **MIXTURE, "qk_nope_head_dim": 13, "first_k_dense_replace": 0}),
+    ("ernie4_5", {**PLAIN, "head_dim": None}),  # not as if left out
+]
+
+
+@pytest.mark.parametrize(("name", "values"), CASES, ids=[name for name, _ in CASES])
+def test_a_config_means_what_it_means_in_transformers(
+    name: str, values: dict[str, Any], tmp_path: Path
+) -> None:
     transformers = require("transformers")
-    text = json.dumps({"model_type": name, **HUB[name]})
+    text = json.dumps({"model_type": name, **values})
     (tmp_path / "config.json").write_text(text)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     reference = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -104,3 +131,21 @@ def test_a_config_of_transformers_4_means_what_it_means_there(name: str, tmp_pat
     tokens = draw_tokens((1, 40), 0, 96)
     with torch.no_grad():
         assert torch.equal(load_model(tmp_path)(tokens), reference(tokens).logits)
+
+
+def test_the_embedding_of_padding_is_that_of_the_file(tmp_path: Path) -> None:
+    """transformers' Youtu alone sets it to zero; with the file's it is the same again."""
+    transformers = require("transformers")
+    values = {**LATENT, "pad_token_id": 5, "tie_word_embeddings": True}
+    config = transformers.AutoConfig.for_model("youtu", **values)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    draw(model, 0, one_plus=False)
+    model.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = draw_tokens((1, 40), 0, 96)
+    with torch.no_grad():
+        assert torch.equal(ours.embed.weight, model.get_input_embeddings().weight)
+        assert not reference.get_input_embeddings().weight[5].any()
+        reference.get_input_embeddings().weight[5] = ours.embed.weight[5]
+        assert torch.equal(ours(tokens), reference(tokens).logits)
