@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from .. import model
 from ..cache import BlockCache
+from ..config import LlamaConfig
 from ..rope import rotate
 
 
@@ -35,6 +36,15 @@ class FamilyAttention(model.Attention):
     """model.Attention in steps, each of which a family may change; it turns as much of each head as there
     are angles for, in the dtype of the angles.
     """
+
+    own_gains = False  # whether norms of q and k have a gain for each head
+
+    def __init__(self, config: LlamaConfig, norm: type[nn.Module]) -> None:
+        super().__init__(config, norm)
+        if config.qk_norm and self.own_gains:
+            d, eps = config.head_dim, config.rms_norm_eps
+            self.q_norm = norm((config.num_attention_heads, d), eps)
+            self.k_norm = norm((config.num_key_value_heads, d), eps)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: BlockCache | None

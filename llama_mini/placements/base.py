@@ -79,11 +79,20 @@ class FamilyBlock(model.Block):
         if config.mlp_bias:
             add_biases(self.ffn, *(name for name, _ in self.ffn.named_children()))
 
+    def at_depth(self, n: int, config: Any) -> None:
+        """What depends on how many blocks, n, are below this one."""
+
 
 class Decoder(model.Llama):
     """`Llama` whose heads may turn in part, in float32, or by another base; its logits may be capped."""
 
     config: FamilyConfig
+
+    def __init__(self, config: FamilyConfig, norm: type[nn.Module], block: type[nn.Module]) -> None:
+        super().__init__(config, norm, block)
+        for n, layer in enumerate(self.blocks):
+            if isinstance(layer, FamilyBlock):
+                layer.at_depth(n, config)
 
     def forward(self, *inputs: Any, **how: Any) -> Tensor:
         return softcap(super().forward(*inputs, **how), self.config.final_logit_softcapping)

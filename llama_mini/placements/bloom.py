@@ -4,8 +4,7 @@
     x = x + attention(norm(x))
     x = x + ffn(norm(x))
 
-Beside it: LayerNorm, biases; positions as a bias on the scores that grows with distance (ALiBi,
-arXiv:2108.12409); no gate; q, k and v as one matrix, head by head. With
+Beside it: LayerNorm, biases, no gate; positions as a bias on the scores (ALiBi, arXiv:2108.12409). With
 `apply_residual_connection_post_layernorm` the stream is the norm's output: n = norm(x), x = n + f(n).
 """
 
@@ -18,7 +17,7 @@ from .base import EmbedNorm, FamilyBlock, UnturnedConfig
 from .family import family
 from .ffn import BloomMLP
 from .files import BLOOM, head_by_head
-from .gpt import BIASES, BLOOM_KEYS, UNTURNED, four_times_hidden_size
+from .gpt import BLOOM_KEYS, TIED, UNTURNED, four_times_hidden_size
 from .scores import Alibi
 
 
@@ -39,18 +38,16 @@ class PostBlock(Block):
         return x + self.ffn(x)
 
 
-class Bloom(EmbedNorm):
-    def __init__(self, config: BloomConfig, norm: type[nn.Module], block: type[nn.Module]) -> None:
-        after = config.apply_residual_connection_post_layernorm
-        super().__init__(config, norm, PostBlock if after else block)
+def block(config: BloomConfig, norm: type[nn.Module]) -> Block:
+    return (PostBlock if config.apply_residual_connection_post_layernorm else Block)(config, norm)
 
 
 FAMILY = family(
     "bloom",
     "BloomForCausalLM",
-    Bloom,
+    EmbedNorm,
     nn.LayerNorm,
-    Block,
+    block,
     BloomConfig,
     keys={"apply_residual_connection_post_layernorm"},
     unshared={"intermediate_size"} | UNTURNED,
@@ -59,6 +56,5 @@ FAMILY = family(
     reads={"hidden_dropout", "slow_but_exact"},
     names=BLOOM,
     split=head_by_head,
-    tie_word_embeddings=True,
-    **BIASES,
+    **TIED,
 )

@@ -10,7 +10,7 @@ that stand side by side; optionally a norm on q and k with weights of its own fo
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attention import Interleaved
 from .base import FamilyBlock, WindowConfig, Windowed
@@ -25,12 +25,7 @@ class CohereConfig(WindowConfig):
 
 
 class Attention(Interleaved):
-    def __init__(self, config: CohereConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        if config.qk_norm:
-            d, eps = config.head_dim, config.rms_norm_eps
-            self.q_norm = GainLayerNorm((config.num_attention_heads, d), eps)
-            self.k_norm = GainLayerNorm((config.num_key_value_heads, d), eps)
+    own_gains = True
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return super().rotate(x.float(), cos, sin).to(x.dtype)
@@ -52,6 +47,7 @@ class Cohere(Windowed):
 
 
 MODEL = (Cohere, GainLayerNorm, Block, CohereConfig)
+DEFAULTS: Any = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 FAMILY = family(
     "cohere",
     "CohereForCausalLM",
@@ -60,7 +56,5 @@ FAMILY = family(
     renames={"layer_norm_eps": "rms_norm_eps", "use_qk_norm": "qk_norm"},
     names=llama_names({"pre_ffn_norm": None}),
     rope_theta=500000.0,
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
+    **DEFAULTS,
 )

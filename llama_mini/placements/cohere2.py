@@ -27,7 +27,5 @@ FAMILY = family(
     fields=kinds,
     names=cohere.FAMILY.names,
     nullable={"sliding_window"},
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
+    **cohere.DEFAULTS,
 )

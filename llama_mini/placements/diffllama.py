@@ -8,32 +8,23 @@ norm, over each pair, has no gain; l is learned, and starts at c, which grows wi
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import FamilyAttention
-from .base import Decoder, FamilyBlock, FamilyConfig
+from .base import FamilyBlock, FamilyConfig
 from .family import family
-from .files import llama_names
-
-LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-
-
-@dataclass(frozen=True)
-class DiffConfig(FamilyConfig):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (g := self.num_key_value_heads) % 2:
-            raise ValueError(f"num_key_value_heads is {g}: heads come in pairs, so make it even")
+from .files import DIFFERENCE, LAMBDAS
 
 
 class Attention(FamilyAttention):
     start = 0.2  # c
 
-    def __init__(self, config: DiffConfig, norm: type[nn.Module]) -> None:
+    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
+        if (g := config.num_key_value_heads) % 2:
+            raise ValueError(f"num_key_value_heads is {g}: heads come in pairs, so make it even")
         super().__init__(config, norm)
         self.eps = config.rms_norm_eps
         for name in LAMBDAS:
@@ -43,36 +34,26 @@ class Attention(FamilyAttention):
         halves = (half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=1))
         heads = torch.cat([self.attend(q, k, half, mask) for half in halves], dim=-1)
         first, second = heads.chunk(2, dim=1)
-        grown = self.growth("1", q.dtype) - self.growth("2", q.dtype)
-        heads = first - (grown + self.start) * second
+        q1, k1, q2, k2 = map(self.get_parameter, LAMBDAS)
+        one, two = ((q * k).sum(-1, dtype=torch.float32).exp() for q, k in ((q1, k1), (q2, k2)))
+        heads = first - (one.to(q.dtype) - two.to(q.dtype) + self.start) * second
         return (1 - self.start) * F.rms_norm(heads, heads.shape[-1:], eps=self.eps)
-
-    def growth(self, number: str, dtype: torch.dtype) -> Tensor:
-        q, k = self.get_parameter(f"lambda_q{number}"), self.get_parameter(f"lambda_k{number}")
-        return torch.exp(torch.sum(q * k, dim=-1, dtype=torch.float32)).to(dtype)
 
 
 class Block(FamilyBlock):
     attention: Attention
     attention_class = Attention
 
-
-class DiffLlama(Decoder):
-    def __init__(self, config: DiffConfig, norm: type[nn.Module], block: type[nn.Module]) -> None:
-        super().__init__(config, norm, block)
-        for n, layer in enumerate(self.blocks):
-            assert isinstance(layer, Block)
-            layer.attention.start = 0.8 - 0.6 * math.exp(-0.3 * n)
+    def at_depth(self, n: int, config: FamilyConfig) -> None:
+        self.attention.start = 0.8 - 0.6 * math.exp(-0.3 * n)
 
 
 FAMILY = family(
     "diffllama",
     "DiffLlamaForCausalLM",
-    DiffLlama,
     block=Block,
-    config=DiffConfig,
     keys={"attention_bias"},
     reads={"hidden_act", "lambda_std_dev"},
-    names=llama_names({f"attention.{name}": f"self_attn.{name}" for name in LAMBDAS}),
+    names=DIFFERENCE,
     rms_norm_eps=1e-5,
 )

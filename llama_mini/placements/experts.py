@@ -9,6 +9,11 @@ from torch import Tensor, nn
 
 from .. import model
 
+# Keys for training, and of the blocks with linear attention that are refused (MiniMax).
+UNUSED = frozenset(
+    {"router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "block_size"}
+)
+
 
 class Expert(model.SwiGLU):
     """SwiGLU as one of many, bit for bit `FusedGLU`, which transformers makes of the files' matrices."""

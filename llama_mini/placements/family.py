@@ -61,7 +61,7 @@ def family(
     architecture: str,
     decoder: type[Llama] = Decoder,
     norm: type[nn.Module] = RMSNorm,
-    block: type[nn.Module] = FamilyBlock,
+    block: Any = FamilyBlock,
     config: type[LlamaConfig] = FamilyConfig,
     *,
     keys: Set[str] = frozenset(),
@@ -77,7 +77,8 @@ def family(
     constant: str = "",
     **defaults: Any,
 ) -> Family:
-    """The record of a family whose models are decoder(config, norm, block).
+    """The record of a family whose models are decoder(config, norm, block), of blocks made as
+    block(config, norm).
 
     Of config.json it reads `SHARED` without `unshared`, and `keys`; `required` are those that may not be
     left out beside `SIZES`; `renames` are other names of some. `fields` makes of all of them what a config

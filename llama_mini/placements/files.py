@@ -125,6 +125,8 @@ HUNYUAN = llama_names(
         "attention.k_norm": "self_attn.key_layernorm",
     }
 )
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+DIFFERENCE = llama_names({f"attention.{name}": f"self_attn.{name}" for name in LAMBDAS})
 PHI = llama_names(
     {
         "attention.o_proj": "self_attn.dense",

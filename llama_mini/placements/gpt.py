@@ -31,6 +31,7 @@ NEOX_KEYS = {
 # What has nothing to turn: positions are learned, or a bias on the scores.
 UNTURNED = {"head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "rope_parameters"}
 BIASES: dict[str, Any] = {"rms_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True}
+TIED = BIASES | {"tie_word_embeddings": True}
 NEOX_DEFAULTS = BIASES | {"hidden_act": "gelu", "partial_rotary_factor": 0.25}
 # Tables of the causal mask, in old files.
 GPT_MASK = r"(transformer\.)?h\.[0-9]+\.attn\.bias"

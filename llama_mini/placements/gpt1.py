@@ -16,7 +16,7 @@ from .base import FamilyBlock, LearnedConfig, LearnedPositions
 from .family import family
 from .ffn import MLP
 from .files import GPT1, transposed
-from .gpt import BIASES, GPT_KEYS, GPT_MASK, GPT_UNUSED, UNTURNED, gpt1_fields
+from .gpt import GPT_KEYS, GPT_MASK, GPT_UNUSED, TIED, UNTURNED, gpt1_fields
 from .scores import SumAttention
 
 
@@ -52,6 +52,5 @@ FAMILY = family(
     split=transposed,
     constant=GPT_MASK,
     max_position_embeddings=512,
-    tie_word_embeddings=True,
-    **BIASES,
+    **TIED,
 )

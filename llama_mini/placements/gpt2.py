@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): pre-norm, before RMSNorm. The norms stand where Llama's do.
 
-    x = attention(norm(x)) + x
+    x = x + attention(norm(x))
     x = x + ffn(norm(x))
 
 Beside it: LayerNorm, biases everywhere, learned positions, no gate in the FFN. The files hold q, k and v as
@@ -8,16 +8,15 @@ one matrix, and every matrix of a block transposed.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from . import files
 from .attention import Unrotated
 from .base import FamilyBlock, LearnedConfig, LearnedPositions
 from .family import family
 from .ffn import MLP
-from .gpt import BIASES, GPT_KEYS, GPT_MASK, GPT_UNUSED, UNTURNED, four_times_hidden_size
+from .gpt import GPT_KEYS, GPT_MASK, GPT_UNUSED, TIED, UNTURNED, four_times_hidden_size
 from .keys import declared
 
 
@@ -30,25 +29,16 @@ class GPT2Config(LearnedConfig):
 class Block(FamilyBlock):
     attention_class, ffn_class = Unrotated, MLP
 
-    def forward(self, x: Tensor, *how: Any) -> Tensor:
-        x = self.attention(self.pre_attention_norm(x), *how) + x
-        return x + self.ffn(self.pre_ffn_norm(x))
-
-
-class GPT2(LearnedPositions):
-    def __init__(self, config: GPT2Config, norm: type[nn.Module], block: type[nn.Module]) -> None:
-        super().__init__(config, norm, block)
+    def at_depth(self, n: int, config: GPT2Config) -> None:
         scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
-        for n, layer in enumerate(self.blocks):
-            assert isinstance(layer, Block)
-            depth = n + 1 if config.scale_attn_by_inverse_layer_idx else 1
-            layer.attention.attend.scale = scale / depth
+        divisor = n + 1 if config.scale_attn_by_inverse_layer_idx else 1
+        self.attention.attend.scale = scale / divisor
 
 
 FAMILY = family(
     "gpt2",
     "GPT2LMHeadModel",
-    GPT2,
+    LearnedPositions,
     nn.LayerNorm,
     Block,
     GPT2Config,
@@ -62,6 +52,5 @@ FAMILY = family(
     constant=GPT_MASK,
     hidden_act="gelu_new",
     max_position_embeddings=1024,
-    tie_word_embeddings=True,
-    **BIASES,
+    **TIED,
 )

@@ -11,10 +11,10 @@ The stream is the norm's output, and its scale never grows. Beside it: experts; 
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .base import FamilyBlock, WindowConfig, Windowed
-from .experts import TopExperts
+from .experts import UNUSED, TopExperts
 from .family import family
 from .files import MINIMAX
 from .keys import declared, only_full
@@ -33,8 +33,7 @@ class MiniMaxConfig(WindowConfig):
 class Block(FamilyBlock):
     ffn_class = TopExperts
 
-    def __init__(self, config: MiniMaxConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
+    def at_depth(self, n: int, config: MiniMaxConfig) -> None:
         self.a, self.b = config.full_attn_alpha_factor, config.full_attn_beta_factor
         self.c, self.d = config.mlp_alpha_factor, config.mlp_beta_factor
 
@@ -45,7 +44,6 @@ class Block(FamilyBlock):
         return x * self.c + self.ffn(x) * self.d
 
 
-UNUSED = "linear_attn_alpha_factor linear_attn_beta_factor block_size output_router_logits"
 FAMILY = family(
     "minimax",
     "MiniMaxForCausalLM",
@@ -55,7 +53,7 @@ FAMILY = family(
     keys=declared(MiniMaxConfig) | {"layer_types", "sliding_window"},
     required=("num_key_value_heads",),
     fields=only_full,
-    reads={"hidden_act", "router_aux_loss_coef", "router_jitter_noise", *UNUSED.split()},
+    reads=UNUSED | {"hidden_act", "linear_attn_alpha_factor", "linear_attn_beta_factor"},
     names=MINIMAX,
     rope_theta=1e6,
     rms_norm_eps=1e-5,

@@ -37,17 +37,16 @@ class SequentialBlock(Block):
         return self.ffn(self.pre_ffn_norm(x)) + x
 
 
-class GPTNeoX(Decoder):
-    def __init__(self, config: NeoXConfig, norm: type[nn.Module], block: type[nn.Module]) -> None:
-        super().__init__(config, norm, block if config.use_parallel_residual else SequentialBlock)
+def block(config: NeoXConfig, norm: type[nn.Module]) -> Block:
+    return (Block if config.use_parallel_residual else SequentialBlock)(config, norm)
 
 
 FAMILY = family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
-    GPTNeoX,
+    Decoder,
     nn.LayerNorm,
-    Block,
+    block,
     NeoXConfig,
     keys={"attention_bias", "hidden_act", "partial_rotary_factor", "use_parallel_residual"},
     unshared={"num_key_value_heads"},
