@@ -16,7 +16,8 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.opening import Checkpoint
+from ..checkpoint.hub import SETTINGS
+from ..checkpoint.opening import GENERATION, Checkpoint
 from ..checkpoint.weights import NoInit, build, read_state
 from ..config import LlamaConfig
 from ..model import Llama
@@ -152,14 +153,6 @@ def load_parallel(
 
 
 SAMPLE = 4096  # bytes
-SETTINGS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 
 
 def fingerprint(checkpoint: Checkpoint) -> dict[str, object]:
@@ -176,7 +169,7 @@ def fingerprint(checkpoint: Checkpoint) -> dict[str, object]:
             for place in (begin, (begin + end - SAMPLE) // 2, end - SAMPLE):
                 file.seek(max(begin, place))
                 weights.update(file.read(min(SAMPLE, end - begin)))
-    settings = [checkpoint.folder / name for name in SETTINGS]
+    settings = [checkpoint.folder / name for name in SETTINGS if name != GENERATION]
     return {
         "config": (checkpoint.family.model_type, checkpoint.config),
         "tensors": tensors,

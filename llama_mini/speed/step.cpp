@@ -186,7 +186,6 @@ void attend(const float* q, const T* k, const T* v, const bool* seen, float scal
         if (seen && !seen[from + s]) shares[s] = -INFINITY;
         highest = shares[s] > highest ? shares[s] : highest;
       }
-      if (highest == -INFINITY) continue;  // nothing seen so far
 #pragma omp simd reduction(+ : total)
       for (long s = 0; s < n; s++) {
         shares[s] = shares[s] == -INFINITY ? 0 : exponential(shares[s] - highest);

@@ -216,6 +216,13 @@ def test_what_is_changed_after_a_step_is_seen(change):
     assert (own - plain).abs().max() <= 4e-6 * plain.abs().max()  # observed: 5e-7
 
 
+def test_every_norm_has_its_own_eps():
+    model = make(**SHAPES["qwen3"])
+    for n, norm in enumerate(m for m in model.modules() if isinstance(m, RMSNorm)):
+        norm.eps = 0.1 * (n + 1)
+    assert gap(model, fast_model(model)) < 2.5e-6  # observed: 2.5e-7
+
+
 def test_hooks_fire_for_as_long_as_they_are_there(calls):
     fast = fast_model(make())
     cache, token, seen = KVCache(fast.config, capacity=16), torch.tensor([[4]]), []
@@ -343,6 +350,36 @@ def test_few_rows_are_sums(dtype):
             ).eps * wanted.abs().max() + 1e-6
     with pytest.raises(RuntimeError):
         layer(torch.randn(1, 149).to(dtype))
+
+
+def test_sums_are_rounded_to_bfloat16_as_torch_rounds():
+    """To the nearest, ties to even; NaN stays NaN, and infinity infinity."""
+    sums = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-15, -1 - 2**-8, 3e38, torch.nan, torch.inf]
+    layer = RowLinear(nn.Linear(2, 1, bias=False).requires_grad_(False).bfloat16())
+    layer.weight.fill_(1)
+    for total in map(torch.tensor, sums):
+        high = total.bfloat16()
+        low = (total - high.float()).nan_to_num(0)
+        result = layer(torch.stack((high, low.bfloat16())))
+        assert torch.equal(result.isnan(), total.isnan()[None])
+        assert total.isnan() or result == total.bfloat16()
+
+
+def test_a_mask_that_hides_positions_of_a_long_text(calls):
+    """Beyond the positions that step.cpp takes at once."""
+    model = make(max_position_embeddings=512)
+    fast = fast_model(model)
+    prompt = torch.arange(300)[None] % 64
+    seen = torch.ones(1, 301, dtype=torch.bool)
+    seen[:, :140] = seen[:, 200:] = False
+    results = []
+    for each in (model, fast):
+        cache = KVCache(model.config, capacity=301)
+        each(prompt, cache=cache)
+        results.append(each(torch.tensor([[4]]), cache=cache, mask=seen[:, None]))
+    # Observed: 5e-7 of the largest logit.
+    assert (results[0] - results[1]).abs().max() < 3e-6 * results[0].abs().max()
+    assert calls
 
 
 def test_nan_and_infinity_pass_through():
