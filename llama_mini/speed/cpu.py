@@ -72,7 +72,7 @@ class RowLinear(nn.Linear):
             sizes = (rows, *reversed(weight.shape), torch.get_num_threads())
             function(*map(ctypes.c_void_p, addresses([x, weight, y])), *map(ctypes.c_long, sizes))
             return y
-        if rows > 1 and x.is_cpu and x.dtype in threaded.EMULATED:
+        if x.is_cpu and x.dtype in threaded.EMULATED:
             return nn.functional.linear(x.float(), weight.float()).to(x.dtype)
         return super().forward(x)
 
@@ -103,9 +103,6 @@ class FastLlama(Llama):
         for name, child in model.named_children():
             self.add_module(name, child)
         self.plan: Plan | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "plan": None}  # it holds addresses
 
     def through_blocks(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
@@ -142,6 +139,7 @@ class Plan:
             not held
             or not len(blocks)
             or not all(map(is_plain, blocks))
+            or list(blocks.buffers())  # somebody's own
             or not readable(*held.weights)
         ):
             return None
@@ -154,24 +152,23 @@ class Plan:
             **{"attention.q_norm": (plan.d,), "attention.k_norm": (plan.d,)},
             **{"ffn.gate_proj": (f, m), "ffn.up_proj": (f, m), "ffn.down_proj": (m, f)},
         }
-        fits = plan.g > 0 and plan.h % plan.g == 0 and plan.d % 2 == 0
-        for block in blocks:
-            for name, weight in block.named_parameters():
-                fits = fits and tuple(weight.shape) == right[name.removesuffix(".weight")]
+        fits = all(
+            tuple(weight.shape) == right[name.removesuffix(".weight")]
+            for block in blocks
+            for name, weight in block.named_parameters()
+        )
         return plan if fits else None
 
     def takes(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache
     ) -> bool:
         """Whether this call is one that step.cpp has written out: plain tensors of the sizes expected."""
-        b, s, half, held = len(x), cache.length + 1, self.d // 2, [*cache.keys, *cache.values]
+        b, s, held = len(x), cache.length + 1, [*cache.keys, *cache.values]
         shape = (b, self.g, cache.capacity, self.d)
         return (
             len(held) * BLOCK.size == 2 * len(self.blocks)
             and all(tensor.shape == shape for tensor in held)
             and x.shape == (b, 1, self.m)
-            and cos.shape == sin.shape
-            and cos.shape in ((1, 1, 1, half), (b, 1, 1, half))
             and (mask is None or mask.shape in ((1, 1, s), (1, 1, 1, s), (b, 1, 1, s)))
             and readable(self.held.weights[0], x, cos, sin, *held)
             and not differentiable(x, *self.held.weights)
@@ -181,7 +178,7 @@ class Plan:
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
         """The stream (b, 1, m) behind the blocks, given that before them."""
-        x = x.clone()  # it is replaced
+        x = x.clone()  # it is replaced, and a hook on the embedding may have kept it
         s, count = cache.length + 1, len(cache.keys)
         mask = None if mask is None else mask.contiguous()
         arguments = STEP.pack(
@@ -223,8 +220,7 @@ def is_plain(block: Any) -> bool:
     return (
         all(type(layer) is RowLinear for layer in linears)
         and type(block.pre_attention_norm) is type(block.pre_ffn_norm) is RMSNorm
-        and type(a.q_norm) is type(a.k_norm)
-        and type(a.q_norm) in (RMSNorm, nn.Identity)
+        and {type(a.q_norm), type(a.k_norm)} <= {RMSNorm, nn.Identity}
     )
 
 

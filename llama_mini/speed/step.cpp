@@ -264,7 +264,7 @@ void step(const Step& a, const Block* blocks, void* const* keys, void* const* va
         for (long s = 0; s < splits; s++) highest = std::max(highest, of(s)[d]);
         std::fill(head, head + d, 0.f);
         for (long s = 0; s < splits; s++) {
-          float kept = of(s)[d] == -INFINITY ? 0 : exponential(of(s)[d] - highest);
+          float kept = exponential(of(s)[d] - highest);
           total += kept * of(s)[d + 1];
           for (long j = 0; j < d; j++) head[j] += kept * of(s)[j];
         }

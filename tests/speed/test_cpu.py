@@ -167,6 +167,14 @@ def assign_data(model: Llama) -> None:
     model.blocks[1].ffn.up_proj.weight.data = model.blocks[1].ffn.up_proj.weight * 3
 
 
+def as_buffers(model: Llama) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight.detach() * 1.5
+            del module.weight
+            module.register_buffer("weight", weight)
+
+
 class Doubled(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -187,6 +195,7 @@ CHANGES = {
     "weights loaded by assignment": lambda m: m.load_state_dict(scaled(m), assign=True),
     "a parameter assigned": assign,
     "data assigned": assign_data,
+    "weights as buffers": as_buffers,
     "eps of all norms": lambda m: set_all(m, RMSNorm, "eps", 5.0),
     "eps of one norm": lambda m: setattr(m.blocks[1].pre_ffn_norm, "eps", 5.0),
     "scale": lambda m: set_all(m, Attend, "scale", 3.0),
@@ -223,6 +232,13 @@ def test_every_norm_has_its_own_eps():
     assert gap(model, fast_model(model)) < 2.5e-6  # observed: 2.5e-7
 
 
+def test_a_forward_of_its_own_that_a_layer_has_is_called():
+    model = make()
+    for each in (model, fast := fast_model(model)):
+        each.blocks[1].ffn.forward = lambda x: 2 * x
+    assert gap(model, fast) < 1e-6
+
+
 def test_hooks_fire_for_as_long_as_they_are_there(calls):
     fast = fast_model(make())
     cache, token, seen = KVCache(fast.config, capacity=16), torch.tensor([[4]]), []
@@ -256,7 +272,10 @@ def test_cache_tensors_replaced_and_grown_are_seen(calls):
         each(torch.tensor([[4], [7]]), cache=cache)
         cache.grow(9)
         results.append(each(torch.tensor([[4], [7]]), cache=cache))
-    assert (results[0] - results[1]).abs().max() <= 4e-6 * results[0].abs().max()
+        cache.keys[0] = F.pad(cache.keys[0], (0, 0, 0, 3))  # longer than the others
+        results.append(each(torch.tensor([[4], [7]]), cache=cache))
+    for plain, own in zip(results[:2], results[2:], strict=True):
+        assert (plain - own).abs().max() <= 4e-6 * plain.abs().max()
     assert len(calls) == 3
 
 
@@ -284,6 +303,32 @@ def test_what_step_does_not_do_is_done_as_it_stands(calls):
     with torch.no_grad():
         last(fast)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda weight: weight.double(),
+        lambda weight: weight[:-1].contiguous(),
+        lambda weight: weight[:, :-1].contiguous(),
+    ],
+)
+def test_a_weight_that_does_not_fit_is_an_error_as_in_the_plain_model(wrong):
+    for each in (model := make(), fast_model(model)):
+        cache = KVCache(each.config, capacity=8)
+        weight = each.blocks[1].ffn.up_proj.weight
+        if each is model:
+            weight.data = wrong(weight)
+        with pytest.raises(RuntimeError):
+            each(torch.tensor([[4]]), cache=cache)
+
+
+def test_what_a_hook_on_the_embedding_keeps_stays_as_it_is(calls):
+    fast, kept = fast_model(make()), []
+    fast.embed.register_forward_hook(lambda module, given, x: kept.append(x))
+    fast(torch.tensor([[4]]), cache=KVCache(fast.config, capacity=8))
+    assert calls
+    assert torch.equal(kept[0], fast.embed.weight[4].view(1, 1, -1))
 
 
 def test_layers_that_are_not_of_model_py_are_left_as_they_are(calls):
@@ -348,8 +393,9 @@ def test_few_rows_are_sums(dtype):
             assert (product - wanted).abs().max() <= 2 * torch.finfo(
                 dtype
             ).eps * wanted.abs().max() + 1e-6
-    with pytest.raises(RuntimeError):
-        layer(torch.randn(1, 149).to(dtype))
+    for wrong in (torch.randn(1, 149).to(dtype), torch.randn(1, 150).double()):
+        with pytest.raises(RuntimeError):
+            layer(wrong)
 
 
 def test_sums_are_rounded_to_bfloat16_as_torch_rounds():
