@@ -61,8 +61,7 @@ class Held:
             (vars(layer), name, value)
             for layer in layers
             for name, value in vars(layer).items()
-            if name != "training" and isinstance(value, (int, float, str, type(None)))
-            if not name.startswith("_")
+            if isinstance(value, (int, float, str, type(None))) and not name.startswith("_")
         ]
 
     @staticmethod

@@ -167,6 +167,12 @@ def assign_data(model: Llama) -> None:
     model.blocks[1].ffn.up_proj.weight.data = model.blocks[1].ffn.up_proj.weight * 3
 
 
+def turn_round(model: Llama) -> None:
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear) and module.in_features == module.out_features:
+            module.weight.data = module.weight.data.t()  # the same numbers in the same place
+
+
 def as_buffers(model: Llama) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -195,6 +201,7 @@ CHANGES = {
     "weights loaded by assignment": lambda m: m.load_state_dict(scaled(m), assign=True),
     "a parameter assigned": assign,
     "data assigned": assign_data,
+    "square weights turned round": turn_round,
     "weights as buffers": as_buffers,
     "eps of all norms": lambda m: set_all(m, RMSNorm, "eps", 5.0),
     "eps of one norm": lambda m: setattr(m.blocks[1].pre_ffn_norm, "eps", 5.0),
