@@ -486,6 +486,30 @@ def test_it_is_compiled_once(empty_cache):
     assert [each.stat().st_mtime_ns for each in empty_cache.iterdir()] == [before]
 
 
+def test_a_library_for_each_kind_of_processor_and_put_in_place_whole(empty_cache, monkeypatch):
+    macros, made = "#define __AVX2__ 1", []
+
+    def compiler(command):
+        if "-dM" in command:
+            return macros
+        assert not list(empty_cache.glob("*.so"))
+        path = Path(command[-1])
+        path.write_text("")
+        made.append(path.stat().st_ino)
+        return ""
+
+    monkeypatch.setattr(native, "run", compiler)
+    monkeypatch.setattr(native.ctypes, "CDLL", str)
+    first = Path(native.library())
+    assert [first.stat().st_ino] == made  # renamed, and not copied
+    first.rename(kept := first.with_suffix(".kept"))
+    native.library.cache_clear()
+    macros = "#define __SSE2__ 1"
+    assert Path(native.library()).name != first.name
+    assert len(made) == 2
+    assert kept.is_file()
+
+
 def test_without_a_compiler_it_says_so(empty_cache, monkeypatch, tmp_path):
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")

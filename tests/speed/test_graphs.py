@@ -36,10 +36,11 @@ def captured(monkeypatch):
 
     class Replayed:
         def __init__(self, step, pool, stream):
-            self.step, self.place = step, (pool, stream)
+            self.step, self.place, self.replays = step, (pool, stream), 0
             made.append(self)
 
         def __call__(self):
+            self.replays += 1
             return self.step().clone()
 
     monkeypatch.setattr(graphs, "StepGraph", Replayed)
@@ -193,9 +194,10 @@ def test_settings_make_graphs_of_their_own_and_autocast_none(captured):
     model = make()
     fast = fast_on_cuda(model)
     generate(fast, PROMPTS[:1], 3)
+    replays = captured[0].replays
     with torch.autocast("cpu", torch.bfloat16):
         generate(fast, PROMPTS[:1], 3)
-    assert len(captured) == 1
+    assert (len(captured), captured[0].replays) == (1, replays)
     products = torch.backends.cuda.matmul
     for change, undo in (
         (lambda: torch.set_float32_matmul_precision("high"),) * 2,
@@ -245,6 +247,36 @@ def test_masks_positions_and_what_is_refused():
     fast(prompt[:1, :2], cache=full)
     with pytest.raises(ValueError, match="room for 2 positions and holds 2"):
         fast(token[:1], cache=full)
+    plain = Llama(dataclasses.replace(model.config, sliding_window=3)).requires_grad_(False)
+    windowed = fast_on_cuda(plain)
+    cache = KVCache(windowed.config, capacity=8)
+    windowed(prompt[:1], cache=cache)
+    with pytest.raises(ValueError, match="sliding_window of 3"):
+        windowed(token[:1], cache=cache)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_step_that_is_to_be_differentiated_is_not_replayed(captured):
+    fast = fast_on_cuda(make()).requires_grad_(True)
+    cache = KVCache(fast.config, capacity=8)
+    assert fast(torch.tensor([[4]]), cache=cache).requires_grad
+    assert not captured
+    with torch.no_grad():
+        fast(torch.tensor([[4]]), cache=cache)
+    assert captured
+
+
+@pytest.mark.usefixtures("uncompiled", "captured")
+def test_the_smallest_static_cache_that_serves_is_taken():
+    fast, token = fast_on_cuda(make()), torch.tensor([[4]])
+    caches = [KVCache(fast.config, capacity=capacity) for capacity in (300, 20)]
+    for each in caches:
+        fast(token, cache=each)
+    del caches, each
+    gc.collect()
+    assert [arena.longest for arena in fast.arenas] == [512, 256]
+    fast(token, cache=(cache := KVCache(fast.config, capacity=20)))
+    assert fast.leases[cache].longest == 256
 
 
 @pytest.mark.usefixtures("uncompiled")

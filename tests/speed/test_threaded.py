@@ -133,6 +133,10 @@ def test_all_threads_or_as_many_as_divide_the_rows(split):
         split.clear()
 
 
+class Quantised(torch.Tensor):
+    """A tensor with products of its own, as libraries for quantisation make them."""
+
+
 def test_what_stays_whole(split, monkeypatch):
     layer = make(576)
     with torch.autocast("cpu"):
@@ -150,6 +154,9 @@ def test_what_stays_whole(split, monkeypatch):
         make(576)(X)
     with FakeTensorMode(allow_non_fake_inputs=True):
         make(576)(torch.empty(1, 1, 512))
+    subclassed = make(576)
+    subclassed.weight = nn.Parameter(subclassed.weight.as_subclass(Quantised), False)
+    subclassed(X)
     trained = make(576).requires_grad_()
     trained(X).sum().backward()
     assert trained.weight.grad is not None
@@ -159,6 +166,16 @@ def test_what_stays_whole(split, monkeypatch):
     torch.set_num_threads(1)
     make(576)(X)
     assert (split, threaded.EXACT) == ([], {})
+
+
+def test_a_layer_in_two_places_and_a_buffer():
+    layer = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(layer, layer)
+    model.register_buffer("table", torch.ones(3))
+    faster = all_cores(model)
+    assert [type(each) for each in faster] == [ThreadedLinear] * 2
+    assert faster[0].weight is faster[1].weight is layer.weight
+    assert faster.table is model.table
 
 
 def test_layers_on_another_device_are_left_alone():
