@@ -168,7 +168,7 @@ def fingerprint(checkpoint: Checkpoint) -> dict[str, object]:
         with stored.file.open("rb") as file:
             for place in (begin, (begin + end - SAMPLE) // 2, end - SAMPLE):
                 file.seek(max(begin, place))
-                weights.update(file.read(min(SAMPLE, end - begin)))
+                weights.update(file.read(SAMPLE))
     settings = [checkpoint.folder / name for name in SETTINGS if name != GENERATION]
     return {
         "config": (checkpoint.family.model_type, checkpoint.config),

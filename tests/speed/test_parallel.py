@@ -27,7 +27,7 @@ from llama_mini.__main__ import main
 from llama_mini.checkpoint import open_checkpoint, parse_config
 from llama_mini.checkpoint.names import HUGGING_FACE, META, translate
 from llama_mini.cli import peak_memory
-from llama_mini.speed.parallel import PLAN, fingerprint, load_parallel, require_divisible
+from llama_mini.speed.parallel import PLAN, SAMPLE, fingerprint, load_parallel, require_divisible
 from llama_mini.speed.ranks import LEFT, Ranks, join, own_rank, start, who
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -416,6 +416,9 @@ def test_the_fingerprint_sees_what_would_make_another_text(checkpoint: Path, tmp
         return spoil
 
     own = fingerprint(open_checkpoint(checkpoint))
+    state = load_file(checkpoint / "model.safetensors")
+    largest = max(state, key=lambda name: state[name].nbytes)
+    assert state[largest].nbytes > 4 * SAMPLE
     assert changed("same", lambda folder: None) == set()
     assert changed("note", config(transformers_version="4.0")) == set()
     assert changed(
@@ -425,6 +428,8 @@ def test_the_fingerprint_sees_what_would_make_another_text(checkpoint: Path, tmp
     for name in own_names(checkpoint):
         spoil = weights(lambda state, name=name: state[name].view(-1)[-1:].add_(1))
         assert changed(name, spoil) == {"weights"}, name
+    spoil = weights(lambda state: state[largest].view(-1)[state[largest].numel() // 2].add_(1))
+    assert changed("middle", spoil) == {"weights"}
     bos = '{"add_bos_token": false}'
     spoil = lambda folder: (folder / "tokenizer_config.json").write_text(bos)  # noqa: E731
     assert changed("bos", spoil) == {"tokenizer"}
@@ -486,6 +491,29 @@ def test_every_rank_of_an_allowed_number_has_a_token(vocab_size: int) -> None:
 def test_uneven_shares_are_refused_on_loading(folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match=r"^3 ranks"):
         load_parallel(Ranks(0, 3, CPU, 1, dist.HashStore()), open_checkpoint(folders["tied"]))
+
+
+def test_what_is_not_cut_and_what_is_missing_are_refused_on_loading(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders["tied"], tmp_path / "other")
+    config = json.loads((folders["tied"] / "config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps(config | {"model_type": "granite"}))
+    shutil.copytree(folders["tied"], tmp_path / "less")
+    state = load_file(tmp_path / "less/model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, tmp_path / "less/model.safetensors")
+    for folder, why in (
+        ("other", "granite is not cut"),
+        ("less", r"model\.layers\.1\.mlp\.up_proj"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            load_parallel(Ranks(0, 2, CPU, 1, dist.HashStore()), open_checkpoint(tmp_path / folder))
+
+
+def test_the_part_of_a_model_that_a_memory_holds() -> None:
+    assert Ranks(0, 4, CPU, local=2).share() == 0.5
+    assert Ranks(0, 4, torch.device("cuda", 1), local=2).share() == 0.25
 
 
 def test_a_dtype_that_is_no_float_is_refused(folders: dict[str, Path]) -> None:
