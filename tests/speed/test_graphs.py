@@ -2,6 +2,7 @@
 refused. In the place of a CUDA graph stands the step itself, which reads the same tensors again.
 """
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -264,6 +265,26 @@ def test_a_step_that_is_to_be_differentiated_is_not_replayed(captured):
     with torch.no_grad():
         fast(torch.tensor([[4]]), cache=cache)
     assert captured
+
+
+def test_a_capture_waits_for_what_ran_and_a_replay_leaves_earlier_logits_alone(monkeypatch):
+    logits, events = torch.zeros(3), []
+
+    class Graph:
+        def replay(self):
+            logits.add_(1)
+
+    @contextlib.contextmanager
+    def capture(*given, capture_error_mode):
+        events.append("capture")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    graph = graphs.StepGraph(lambda: events.append("step") or logits, "pool", "stream")
+    assert events == ["step", "wait", "capture", "step"]
+    assert [int(each[0]) for each in (graph(), graph())] == [1, 2]
 
 
 @pytest.mark.usefixtures("uncompiled", "captured")
