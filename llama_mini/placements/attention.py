@@ -37,6 +37,7 @@ class FamilyAttention(model.Attention):
     are angles for, in the dtype of the angles.
     """
 
+    inner: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # what reads x
     own_gains = False  # whether norms of q and k have a gain for each head
 
     def __init__(self, config: LlamaConfig, norm: type[nn.Module]) -> None:
@@ -79,8 +80,36 @@ class Interleaved(FamilyAttention):
         return rotate_interleaved(x, cos, sin).to(x.dtype)
 
 
-class Unrotated(FamilyAttention):
-    """Attention without rotary positions."""
+class FusedAttention(FamilyAttention):
+    """Attention whose q, k and v come of one matrix, as in the files: apart, some take another kernel.
+
+    Its rows are those of q, then k, then v, or with `by_head` head 0's q, k and v, then head 1's.
+    """
+
+    inner = ("qkv_proj",)
+    by_head = False
+
+    def __init__(self, config: LlamaConfig, norm: type[nn.Module]) -> None:
+        super().__init__(config, norm)
+        h, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.sizes = (h * d, g * d, g * d)
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
+        del self.q_proj, self.k_proj, self.v_proj
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        if self.by_head:
+            qkv = rearrange(self.qkv_proj(x), "b t (h d) -> b h t d", d=3 * self.head_dim)
+            return list(qkv.chunk(3, dim=-1))
+        parts = self.qkv_proj(x).split(self.sizes, dim=-1)
+        return [rearrange(part, "b t (h d) -> b h t d", d=self.head_dim) for part in parts]
+
+
+class FusedByHead(FusedAttention):
+    by_head = True
+
+
+class Unrotated(FusedAttention):
+    """`FusedAttention` without rotary positions."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x

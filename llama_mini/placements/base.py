@@ -61,7 +61,7 @@ class FamilyBlock(model.Block):
     """model.Block with other norms, another attention or another FFN, named by attributes."""
 
     norms: tuple[str, ...] = ("pre_attention_norm", "pre_ffn_norm")
-    attention_class: type[model.Attention] = FamilyAttention
+    attention_class: type[FamilyAttention] = FamilyAttention
     ffn_class: type[nn.Module] = model.SwiGLU
     post_attention_norm: nn.Module
     post_ffn_norm: nn.Module
@@ -75,7 +75,7 @@ class FamilyBlock(model.Block):
             setattr(self, name, norm(config.hidden_size, config.rms_norm_eps))
         if config.attention_bias:
             outer = ("o_proj",) if config.o_proj_bias else ()
-            add_biases(self.attention, "q_proj", "k_proj", "v_proj", *outer)
+            add_biases(self.attention, *self.attention_class.inner, *outer)
         if config.mlp_bias:
             add_biases(self.ffn, *(name for name, _ in self.ffn.named_children()))
 

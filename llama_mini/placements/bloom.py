@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .base import EmbedNorm, FamilyBlock, UnturnedConfig
 from .family import family
 from .ffn import BloomMLP
-from .files import BLOOM, head_by_head
+from .files import BLOOM
 from .gpt import BLOOM_KEYS, TIED, UNTURNED, four_times_hidden_size
 from .scores import Alibi
 
@@ -55,6 +55,5 @@ FAMILY = family(
     fields=four_times_hidden_size,
     reads={"hidden_dropout", "slow_but_exact"},
     names=BLOOM,
-    split=head_by_head,
     **TIED,
 )

@@ -1,6 +1,5 @@
 """How the files of a family name and lay out its weights, in tables from our names to theirs."""
 
-from einops import rearrange
 from torch import Tensor
 
 from ..config import LlamaConfig
@@ -156,22 +155,5 @@ DEEPSEEK = LATENT | llama_names(
 
 
 def transposed(name: str, tensor: Tensor, config: LlamaConfig) -> dict[str, Tensor]:
-    """Every matrix of a block turned round, and q, k and v, which follow each other in one, apart: views,
-    since a copy moves bits.
-    """
-    if name.startswith("blocks.") and tensor.dim() == 2:
-        tensor = tensor.t()
-    if ".qkv_proj." not in name or tensor.shape[0] % 3:
-        return {name: tensor}
-    return {
-        name.replace("qkv", part): own for part, own in zip("qkv", tensor.chunk(3), strict=True)
-    }
-
-
-def head_by_head(name: str, tensor: Tensor, config: LlamaConfig) -> dict[str, Tensor]:
-    """q, k and v of a matrix or bias whose rows are those of head 0's q, k, v, then of head 1's."""
-    h, d = config.num_attention_heads, config.head_dim
-    if ".qkv_proj." not in name or tensor.shape[0] != 3 * h * d:
-        return {name: tensor}
-    parts = rearrange(tensor, "(h three d) ... -> three (h d) ...", h=h, three=3)
-    return {name.replace("qkv", part): own for part, own in zip("qkv", parts, strict=True)}
+    """Every matrix of a block turned round: a view, since a copy moves bits."""
+    return {name: tensor.t() if name.startswith("blocks.") and tensor.dim() == 2 else tensor}

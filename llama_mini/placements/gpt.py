@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..config import require_positive
+from .keys import require_keys
 
 # The names that GPT and GPT-2 have for keys, and BLOOM.
 GPT_KEYS = {
@@ -40,7 +41,8 @@ NEOX_MASK = r"gpt_neox\.layers\.[0-9]+\.attention\.bias"
 
 def four_times_hidden_size(given: dict[str, Any]) -> dict[str, int]:
     """The width of the FFN, where no key says it."""
-    require_positive("hidden_size", given.get("hidden_size"), int)
+    require_keys(given, ("hidden_size",), "the config")
+    require_positive("hidden_size", given["hidden_size"], int)
     return {"intermediate_size": given.get("intermediate_size", 4 * given["hidden_size"])}
 
 

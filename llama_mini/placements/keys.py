@@ -321,8 +321,10 @@ def read_kinds(given: dict[str, Any], theta: float, near: float) -> dict[str, An
             f"rope_parameters is {short(ropes)}: it must hold {' and '.join(sorted(KINDS))}, with the RoPE "
             "of each"
         )
-    own = {kind: _said(ropes.get(kind)) for kind in KINDS}
-    far = {"rope_theta": given.get("rope_theta", theta)} | own[FULL] | _said(scaling)
+    own = {kind: _said(f"rope_parameters.{kind}", ropes.get(kind)) for kind in KINDS}
+    far = (
+        {"rope_theta": given.get("rope_theta", theta)} | own[FULL] | _said("rope_scaling", scaling)
+    )
     if "type" in scaling:  # the older name of the key, which transformers does not take here
         far = {"rope_type": "default"} | far
     length = {key: given[key] for key in ("max_position_embeddings",) if key in given}
@@ -332,9 +334,7 @@ def read_kinds(given: dict[str, Any], theta: float, near: float) -> dict[str, An
     }
 
 
-def _said(rope: Any) -> dict[str, Any]:
+def _said(key: str, rope: Any) -> dict[str, Any]:
     if not isinstance(rope, dict | None):
-        raise ValueError(
-            f"a kind of block has {short(rope)} for its RoPE: it must be a JSON object"
-        )
+        raise ValueError(f"{key} must be a JSON object, not {short(rope)}")
     return {key: value for key, value in (rope or {}).items() if value is not None}

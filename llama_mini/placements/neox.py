@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .attention import FusedByHead
 from .base import Decoder, FamilyBlock, FamilyConfig
 from .family import family
 from .ffn import MLP
-from .files import NEOX, head_by_head
+from .files import NEOX
 from .gpt import NEOX_DEFAULTS, NEOX_KEYS, NEOX_MASK
 
 
@@ -24,7 +25,7 @@ class NeoXConfig(FamilyConfig):
 
 
 class Block(FamilyBlock):
-    ffn_class = MLP
+    attention_class, ffn_class = FusedByHead, MLP
 
     def forward(self, x: Tensor, *how: Any) -> Tensor:
         attention = self.attention(self.pre_attention_norm(x), *how)
@@ -53,7 +54,6 @@ FAMILY = family(
     renames=NEOX_KEYS,
     reads={"classifier_dropout", "hidden_dropout", "is_decoder"},
     names=NEOX,
-    split=head_by_head,
     constant=NEOX_MASK,
     **NEOX_DEFAULTS,
 )

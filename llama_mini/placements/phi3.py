@@ -8,34 +8,16 @@ Optionally a window of keys, and heads that rotate in part.
 
 from typing import Any
 
-from einops import rearrange
-from torch import Tensor, nn
-
-from .attention import FamilyAttention
-from .base import FamilyBlock, FamilyConfig, WindowConfig, Windowed
+from .attention import FusedAttention
+from .base import FamilyBlock, WindowConfig, Windowed
 from .family import family
 from .ffn import FusedGLU
 from .files import llama_names
 from .keys import SLIDING
 
 
-class Attention(FamilyAttention):
-    """q, k and v come of one matrix, as in the files: a narrow k alone takes another kernel."""
-
-    def __init__(self, config: FamilyConfig, norm: type[nn.Module]) -> None:
-        super().__init__(config, norm)
-        h, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.sizes = (h * d, g * d, g * d)
-        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
-        del self.q_proj, self.k_proj, self.v_proj
-
-    def project(self, x: Tensor) -> list[Tensor]:
-        parts = self.qkv_proj(x).split(self.sizes, dim=-1)
-        return [rearrange(part, "b t (h d) -> b h t d", d=self.head_dim) for part in parts]
-
-
 class Block(FamilyBlock):
-    attention_class, ffn_class = Attention, FusedGLU
+    attention_class, ffn_class = FusedAttention, FusedGLU
 
 
 def window(given: dict[str, Any]) -> dict[str, Any]:

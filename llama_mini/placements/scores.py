@@ -69,6 +69,8 @@ class AlibiAttend(model.Attend):
 class Alibi(Unrotated):
     """Attention with `AlibiAttend`."""
 
+    by_head = True
+
     def __init__(self, config: LlamaConfig, norm: type[nn.Module]) -> None:
         super().__init__(config, norm)
         self.attend = AlibiAttend()

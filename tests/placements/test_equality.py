@@ -77,3 +77,23 @@ def test_chunks_through_the_cache_agree_with_one_pass(name: str, variant: int, r
     for sizes in ([24], [5, 1, 7, 11], [1] * 24):
         off = (in_chunks(model, tokens, sizes) - whole).abs().max() / whole.abs().max()
         assert off <= TOLERANCE, f"chunks of {sizes} differ by {off:.2g} of the largest logit"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt_neox", {"hidden_size": 512, "num_attention_heads": 8}),
+        ("gpt2", {"n_embd": 168, "n_head": 12}),
+        ("bloom", {"hidden_size": 1024, "n_head": 16}),
+    ],
+)
+def test_widths_at_which_q_k_and_v_apart_move_bits(name, sizes, dtype, tmp_path) -> None:
+    one = {"n_layer": 1} if "n_head" in sizes else {"num_hidden_layers": 1}
+    write(name, {**VARIANTS[name][0], **sizes, **one}, tmp_path, seed=0)
+    model = load_model(tmp_path, dtype=dtype)
+    for length in (1, 300, 512):
+        tokens = draw_tokens((1, length), length, BASE["vocab_size"])
+        with torch.no_grad():
+            logits = model(tokens)
+        assert torch.equal(logits, reference_logits(tmp_path, tokens, dtype))

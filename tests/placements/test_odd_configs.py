@@ -100,7 +100,7 @@ def test_an_error_names_the_key_that_the_file_has(name, key):
 
 @pytest.mark.parametrize(("name", "key"), [("gpt2", "n_embd"), ("bloom", "n_embed")])
 def test_a_key_that_is_missing_goes_by_the_name_of_the_family(name, key):
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(ValueError, match=f"lacks {key}"):
         parse_config({"model_type": name, "vocab_size": 96, "n_layer": 3, "n_head": 4})
 
 
@@ -142,6 +142,8 @@ def test_a_rope_for_each_kind_of_block(name):
     flat = {"rope_type": "default", "rope_theta": 77.0}
     with pytest.raises(ValueError, match=r"rope_parameters.*full_attention"):
         parse_config({**values, "rope_parameters": flat})
+    with pytest.raises(ValueError, match=r"^rope_scaling .*77"):
+        parse_config({**values, "rope_scaling": 77})
     own = values["rope_parameters"]
     _, config, unread = read_keys({**values, "rope_parameters": {**flat, **own}})
     assert config == parse_config(values)
