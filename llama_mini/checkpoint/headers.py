@@ -68,9 +68,7 @@ def read_headers(folder: Path, names: dict[str, str], constant: str = "") -> dic
                 continue
             key, problem, says = ours[name], "", f"{file.name} holds {shown(name)}"
             misplaced = bool(index) and index.get(name) != file.name
-            if key is None and name.endswith(".bias"):
-                problem = f"{says}: biases are not supported"
-            elif entry.dtype not in DTYPES:
+            if entry.dtype not in DTYPES:
                 problem = (
                     f"{says} as {entry.dtype}: quantised weights are not supported, their scales would "
                     "be lost"

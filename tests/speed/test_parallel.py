@@ -525,9 +525,13 @@ def test_a_dtype_that_is_no_float_is_refused(folders: dict[str, Path]) -> None:
         )
 
 
-def test_a_device_that_ranks_cannot_use_is_refused(second_of_two) -> None:
+def test_a_device_that_ranks_cannot_use_is_refused(second_of_two, monkeypatch) -> None:
     with pytest.raises(ValueError, match="not on mps: use --device cpu"):
         start(torch.device("mps"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    second_of_two("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 ranks need 2 GPUs, and there are 1"):
+        start(torch.device("cuda"))
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.Popen:
