@@ -27,8 +27,15 @@ from llama_mini.__main__ import main
 from llama_mini.checkpoint import open_checkpoint, parse_config
 from llama_mini.checkpoint.names import HUGGING_FACE, META, translate
 from llama_mini.cli import peak_memory
-from llama_mini.speed.parallel import PLAN, SAMPLE, fingerprint, load_parallel, require_divisible
-from llama_mini.speed.ranks import LEFT, Ranks, join, own_rank, start, who
+from llama_mini.speed.parallel import (
+    PLAN,
+    SAMPLE,
+    SplitEmbedding,
+    fingerprint,
+    load_parallel,
+    require_divisible,
+)
+from llama_mini.speed.ranks import LEFT, Ranks, _number, join, own_rank, start, who
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = ROOT.parent / "shared" / "checkpoints" / "stories260K"
@@ -509,6 +516,31 @@ def test_what_is_not_cut_and_what_is_missing_are_refused_on_loading(
     ):
         with pytest.raises(ValueError, match=why):
             load_parallel(Ranks(0, 2, CPU, 1, dist.HashStore()), open_checkpoint(tmp_path / folder))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_token_has_its_row_on_one_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "sum", lambda self, x: x)
+    config = parse_config(SIZES | {"vocab_size": 17})
+    whole, total = torch.randn(17, config.hidden_size), 0
+    for rank in range(size):
+        own = Ranks(rank, size, CPU)
+        part = SplitEmbedding(config, own)
+        part.weight.data = whole[own.own(17)]
+        total = total + part(torch.arange(17)[None])
+    assert torch.equal(total[0], whole)
+
+
+def test_a_collective_that_fails_while_all_ranks_answer_keeps_its_own_error() -> None:
+    alone = Ranks(0, 1, CPU, 1, dist.HashStore())
+    with pytest.raises(RuntimeError, match=r"^its own$"), alone._naming():
+        raise RuntimeError("its own")
+
+
+def test_the_bounds_of_a_variable_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (3, 5):
+        monkeypatch.setenv("SOME", str(value))
+        assert _number("SOME", None, 3, 5, "a number") == value
 
 
 def test_the_part_of_a_model_that_a_memory_holds() -> None:
