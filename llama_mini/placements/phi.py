@@ -30,7 +30,8 @@ class Phi(Decoder):
     def __init__(self, config: FamilyConfig, norm: type[nn.Module], block: type[nn.Module]) -> None:
         if config.turned() % 2:
             raise ValueError(
-                f"{config.turned()} numbers of each head would turn, and RoPE turns pairs"
+                f"partial_rotary_factor {config.partial_rotary_factor}: {config.turned()} numbers of each "
+                "head would turn, and RoPE turns pairs"
             )
         super().__init__(config, norm, block)
         add_biases(self, "lm_head")
