@@ -80,7 +80,7 @@ class FamilyBlock(model.Block):
             add_biases(self.ffn, *(name for name, _ in self.ffn.named_children()))
 
     def at_depth(self, n: int, config: Any) -> None:
-        """What depends on how many blocks, n, are below this one."""
+        """Take what the forward pass needs of the config; n blocks are below this one."""
 
 
 class Decoder(model.Llama):
