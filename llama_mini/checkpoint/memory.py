@@ -85,8 +85,6 @@ def _left_by_groups(root: Path) -> Iterator[int]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
         top = root / "sys/fs/cgroup" / controllers
         most, used = ("max", "current") if not controllers else ("limit_in_bytes", "usage_in_bytes")
         group = top / path.lstrip("/")

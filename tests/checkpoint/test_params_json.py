@@ -5,7 +5,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from llama_mini import read_config
 from llama_mini.checkpoint import parse_config
 from tests.support.configs import LEAST, complaint, read
 
@@ -99,3 +102,17 @@ def test_open_vocabulary_without_a_checkpoint():
         ValueError, match=r"write the number of rows of tok_embeddings\.weight in its place"
     ):
         parse_config({**META, "vocab_size": -1})
+
+
+def test_a_vocabulary_that_nothing_says(tmp_path):
+    (tmp_path / "params.json").write_text(json.dumps({**META, "vocab_size": -1}))
+    save_file({"norm.weight": torch.ones(4)}, tmp_path / "consolidated.00.safetensors")
+    with pytest.raises(ValueError, match=r"tok_embeddings\.weight, and its vocab_size is -1"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("window", "theta"), [(None, 1000000.0), (4096, 10000.0)])
+def test_mistrals_defaults(window, theta):
+    given = {**META, "hidden_dim": 14336} | ({"sliding_window": window} if window else {})
+    config = parse_config(given)
+    assert (config.rope.rope_theta, config.max_position_embeddings) == (theta, 32768)

@@ -61,6 +61,16 @@ def test_a_model_made_here(name, dtype, checkpoint, tmp_path):
     assert again.config.eos_token_id == ends
 
 
+@pytest.mark.parametrize(("ends", "written"), [((), 2), ((7,), 7), ((2, 7), [2, 7])])
+def test_what_ends_a_text_is_written_as_a_number_or_a_list(ends, written, checkpoint, tmp_path):
+    """Where the config names none it is the tokenizer's."""
+    model = made(dataclasses.replace(CONFIG, eos_token_id=ends))
+    save_model(model, tmp_path / "saved", checkpoint)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((tmp_path / "saved" / name).read_text())
+        assert (values["bos_token_id"], values["eos_token_id"]) == (1, written)
+
+
 def test_the_shipped_model_fine_tuned(tmp_path):
     transformers = require("transformers")
     model = load_model(SHIPPED).requires_grad_(True)

@@ -1,14 +1,16 @@
 """Which file of a folder is its tokenizer, and what is said of one that is damaged or not supported."""
 
 import base64
+import json
 from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders
+from tokenizers import decoders, models
 
+from llama_mini.checkpoint import tokenizer_file
 from llama_mini.checkpoint.tokenizer import load_tokenizer
-from tests.support.tokenizers import TEXT
+from tests.support.tokenizers import TEXT, write_json
 
 
 def test_tokenizer_json_wins(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -105,5 +107,49 @@ def test_padding_and_truncation_of_the_file_are_off(
     model.enable_padding(length=4)
     model.save(str(tmp_path / "tokenizer.json"))
     for text in ("a", TEXT[0]):
-        ids = load_tokenizer(tmp_path).encode(text)
-        assert ids == load_tokenizer(folders["llama3"]).encode(text)
+        for special in (False, True):
+            ids = load_tokenizer(tmp_path).encode(text, special=special)
+            assert ids == load_tokenizer(folders["llama3"]).encode(text, special=special)
+
+
+def test_a_text_that_grows_too_much_and_a_file_that_is_too_long(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = json.loads((folders["llama3"] / "tokenizer.json").read_text())
+    twice = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    grown = {"type": "Sequence", "normalizers": [twice] * 7}
+    write_json(tmp_path / "tokenizer.json", **values | {"normalizer": grown})
+    with pytest.raises(ValueError, match="normalizer makes 128 characters of one, at most 64"):
+        load_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizer_file, "FILE_BYTES", 10)
+    with pytest.raises(ValueError, match="longer than 10 bytes"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "can"), [({"String": "a"}, False), ({"String": ""}, True), ({"Regex": "a"}, True)]
+)
+def test_patterns_that_can_end_the_library_in_a_panic(pattern: dict, can: bool) -> None:
+    step = {"type": "Replace", "pattern": pattern, "content": "b"}
+    assert tokenizer_file.can_panic({"normalizer": step}) == can
+    assert tokenizer_file.can_panic({"pre_tokenizer": {"pretokenizers": [step]}}) == can
+
+
+@pytest.mark.parametrize("defined", [{}, {"<x>": {"ids": [1, 2], "tokens": ["<x>"]}}])
+def test_a_token_that_a_post_processor_does_not_define_is_named(defined: dict) -> None:
+    single = [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A"}}]
+    step = {"type": "TemplateProcessing", "single": single, "special_tokens": defined}
+    with pytest.raises(ValueError, match="does not define '<x>'"):
+        tokenizer_file.require_processor(Path("tokenizer.json"), {"processors": [step]})
+
+
+def test_pieces_beyond_the_table_of_bytes_and_a_space_that_stays(tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer(models.WordLevel({"\u2603": 0, "\u2581a": 1}, unk_token="\u2603"))
+    for decoder, texts in (
+        (decoders.ByteLevel(), ["\u2603", "\u2581a"]),
+        (decoders.Metaspace(prepend_scheme="never"), ["\u2603", " a"]),
+        (decoders.Metaspace(prepend_scheme="always"), ["\u2603", "a"]),
+    ):
+        model.decoder = decoder
+        model.save(str(tmp_path / "tokenizer.json"))
+        assert [load_tokenizer(tmp_path).decode([n]) for n in (0, 1)] == texts
