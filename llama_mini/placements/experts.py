@@ -16,10 +16,11 @@ UNUSED = frozenset(
 
 
 class Expert(model.SwiGLU):
-    """SwiGLU as one of many, bit for bit `FusedGLU`, which transformers makes of the files' matrices."""
+    """SwiGLU as one of many. transformers joins the files' gate and up: apart, some take another kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1).chunk(2, dim=-1)
+        joined = torch.cat((self.gate_proj.weight, self.up_proj.weight))
+        gate, up = F.linear(x, joined).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
 

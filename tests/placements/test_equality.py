@@ -86,13 +86,16 @@ def test_chunks_through_the_cache_agree_with_one_pass(name: str, variant: int, r
         ("gpt_neox", {"hidden_size": 512, "num_attention_heads": 8}),
         ("gpt2", {"n_embd": 168, "n_head": 12}),
         ("bloom", {"hidden_size": 1024, "n_head": 16}),
+        ("minimax", {"hidden_size": 1280, "intermediate_size": 128, "num_hidden_layers": 3}),
     ],
 )
-def test_widths_at_which_q_k_and_v_apart_move_bits(name, sizes, dtype, tmp_path) -> None:
+def test_widths_at_which_what_is_one_matrix_in_transformers_must_be_one(
+    name, sizes, dtype, tmp_path
+) -> None:
     one = {"n_layer": 1} if "n_head" in sizes else {"num_hidden_layers": 1}
-    write(name, {**VARIANTS[name][0], **sizes, **one}, tmp_path, seed=0)
+    write(name, {**VARIANTS[name][0], **one, **sizes}, tmp_path, seed=0)
     model = load_model(tmp_path, dtype=dtype)
-    for length in (1, 300, 512):
+    for length in (1, 24, 300, 512):
         tokens = draw_tokens((1, length), length, BASE["vocab_size"])
         with torch.no_grad():
             logits = model(tokens)
