@@ -85,8 +85,12 @@ def test_chunks_through_the_cache_agree_with_one_pass(name: str, variant: int, r
     [
         ("gpt_neox", {"hidden_size": 512, "num_attention_heads": 8}),
         ("gpt2", {"n_embd": 168, "n_head": 12}),
-        ("bloom", {"hidden_size": 1024, "n_head": 16}),
-        ("minimax", {"hidden_size": 1280, "intermediate_size": 128, "num_hidden_layers": 3}),
+        pytest.param("bloom", {"hidden_size": 1024, "n_head": 16}, marks=pytest.mark.slow),
+        pytest.param(
+            "minimax",
+            {"hidden_size": 1280, "intermediate_size": 128, "num_hidden_layers": 3},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_widths_at_which_what_is_one_matrix_in_transformers_must_be_one(
