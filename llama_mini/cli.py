@@ -36,21 +36,32 @@ def run_command(command: Callable[[], int | None], who: str = "") -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
-    asked: list[int] = []
+    _asked.clear()
 
     def stop_here(number: int) -> None:
-        asked.append(number)
+        _asked.append(number)
         stop(number)
 
     try:
         with on_stop(stop_here), notes(who in ("", "rank 0: ")):
-            code = _run(command, who, asked)
-        return 128 + asked[0] if asked else code
+            code = _run(command, who)
+        return 128 + _asked[0] if _asked else code
     except KeyboardInterrupt as stopped:
         return 128 + next(iter(stopped.args), signal.SIGINT)
 
 
-def _run(command: Callable[[], int | None], who: str, asked: list[int]) -> int:
+_asked: list[int] = []  # the signals that asked this command to stop
+
+
+def heed() -> None:
+    """Raise the stop that was asked for, for long loops: a library that takes every error for an answer,
+    as some in other languages do, can lose it on its way.
+    """
+    if _asked:
+        stop(_asked[0])
+
+
+def _run(command: Callable[[], int | None], who: str) -> int:
     code = 0
     try:
         code = command() or 0
@@ -60,7 +71,7 @@ def _run(command: Callable[[], int | None], who: str, asked: list[int]) -> int:
         silence(sys.stdout, sys.stderr)
         return code
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, ArithmeticError) as error:
-        if asked:  # some libraries make another error of the stop
+        if _asked:  # some libraries make another error of the stop
             return 1
         try:
             sys.stdout.flush()

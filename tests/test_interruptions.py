@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from llama_mini import __main__ as cli
+from llama_mini import load_model
 from llama_mini.checkpoint.files import replace
 from llama_mini.cli import Interruptible, on_stop, require_place, run_command, stop
 from llama_mini.train import __main__ as train
@@ -86,6 +87,20 @@ def test_the_text_so_far_is_kept(endless, number):
     assert (code, err) == (128 + number, "")
     assert text.startswith(b"The")
     assert rest.endswith("\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_stop_that_a_library_swallows_comes_with_the_next_token(endless, number, monkeypatch):
+    def load(checkpoint, *how):
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        return load_model(checkpoint, *how)
+
+    monkeypatch.setattr("llama_mini.__main__.load_model", load)
+    code, text, err = Fork(generating(endless)).finish()
+    assert (code, err) == (128 + number, "")
+    assert len(text) < 50
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ..cli import Interruptible, peak_memory, read_line, reason, say, show, table
+from ..cli import Interruptible, heed, peak_memory, read_line, reason, say, show, table
 from ..model import Llama
 from .answer import Answer
 from .conversation import Conversation
@@ -16,6 +16,7 @@ def write(answer: Answer, prompt: str = "") -> None:
     try:
         show(prompt)
         for piece in answer:
+            heed()
             show(piece)
     finally:
         show(f"{answer.rest()}\n")
