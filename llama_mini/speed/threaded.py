@@ -20,7 +20,7 @@ BLOCK = 4  # the routine takes so many rows at once, and rows that do not fill a
 
 # Whether a weight's product by another way is the same to the last bit, by all that can decide it.
 EXACT: dict[tuple[object, ...], bool] = {}
-TRIALS = 4  # products by which that is decided
+TRIALS = 8  # products by which that is decided
 SHOWN = 10  # sums that have to differ in another order, for these products to decide it
 
 
